@@ -34,7 +34,7 @@ class GrammarKind(Enum):
     LARK = "lark"
 
 
-# Of a grammar's text, and of the text that its spans come from. The largest compile in a few seconds.
+# Maximum size of a grammar's text, and of the text that its spans refer to. The largest compile in a few seconds.
 _MOST_GRAMMAR_BYTES = 1_000_000
 
 
@@ -47,8 +47,8 @@ class Grammar:
     frame: a Lark grammar around a JSON schema, in which `%schema POINTER` stands for JSON that fits the schema there.
     lenient: places in a JSON schema (JSON pointers that begin with #) below which constraints that cannot be enforced
     are left to the model; elsewhere they are refused.
-    reading: the reading of JSON schemas by which it was made of one, for a response's headers; empty: of none.
-    place: the field of the request that asks for it, for errors.
+    reading: the reading of the JSON schema that it was made from, for a response's headers; empty: there is no schema.
+    place: the field of the request that has it, for errors.
     """
 
     type: GrammarKind
@@ -195,9 +195,9 @@ class StoppingParameters:
 class ReportParameters:
     """The extras of a response beside its tokens. Each item costs a softmax over the vocabulary.
 
-    logprobs: of the generated tokens. prefill_top_n: number of most likely tokens to report at each prompt token.
-    scored_token_ids: whose log-probabilities are reported, in this order and before any rule changes the logits, in the
-    place of the top tokens.
+    logprobs: True to report those of the generated tokens. prefill_top_n: number of most likely tokens to report at
+    each prompt token. scored_token_ids: tokens whose log-probabilities are reported instead of the top tokens, in this
+    order, from the logits before any rule changes them.
     """
 
     logprobs: bool = False
@@ -306,12 +306,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image in a prompt. What the model makes of it takes the places of its tokens.
+    """An image in a prompt. Its features replace the embeddings of its tokens.
 
-    digest: SHA-256 of its pixels and of the processor's settings: equal images have equal ones.
-    start, length: its tokens in the prompt, from the first to the last, those between its rows or parts included.
-    tensors: as the image processor returns them for this image alone; `pixel_values` may be missing if all of its
-    tokens are cached.
+    digest: SHA-256 of its pixels and of the processor's settings.
+    start, length: its tokens in the prompt, from the first to the last, including tokens between its rows or parts.
+    tensors: outputs of the image processor for this image alone; `pixel_values` may be missing if all of its tokens are
+    cached.
     """
 
     digest: bytes

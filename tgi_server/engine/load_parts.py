@@ -37,12 +37,12 @@ _LARGE_BYTES = 256 << 20
 class LoadedModel:
     """The facts about a model that has been loaded.
 
-    max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
-    states: sequences have states beside their KV blocks. speculate: tokens that are drafted for a sequence in one step,
-    at most. For people: forward_pass: how a step is computed. quantization: of the weights; empty: none.
-    linear_kernels: what computes linear layers. weight_bytes: of the model's files.
-    kv_cache_dtype: of keys and values. images: prompts may have images. no_images: why a model that reads images does
-    not; empty where it does, or never could. whole_images: no chunk of a prompt may end inside an image.
+    max_position_embeddings: None if only memory limits a sequence. grammars: True if sequences can have a grammar.
+    states: True if sequences have recurrent states. speculate: maximum number of tokens drafted for a sequence in a
+    step. forward_pass: description of the code that computes a step. quantization: format of the weights; empty: none.
+    linear_kernels: names of the kernels of linear layers. weight_bytes: size of the model's files. kv_cache_dtype:
+    dtype of keys and values. images: True if prompts can have images. no_images: reason for which a model with vision
+    reads no images; empty otherwise. whole_images: True if no chunk of a prompt may end inside an image.
     """
 
     model_type: str
@@ -71,9 +71,9 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine. model: of `transformers`, whose layers may be in the runner. config: the folder's own.
+    """The parts of an engine. model: the model of `transformers`; the runner may use its layers. config: config.json.
 
-    tower: reads images; None where none are read. speculation: plans drafts; None where none are wanted.
+    tower: the vision tower; None if no images are read. speculation: plans drafts; None without speculation.
     """
 
     config: PretrainedConfig

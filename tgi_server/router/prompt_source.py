@@ -1,4 +1,4 @@
-"""The source of a prompt, and the part of it that the prefix cache had. From these, misses are explained.
+"""The texts of a prompt, and the result of its lookup in the prefix cache. From these, misses are explained.
 
 The API records the texts of a request, the scheduler records the lookup in the cache, and `text/prefix_miss.py` finds
 the cause for which the rest had to be computed.
@@ -47,7 +47,7 @@ class KnownPrompt:
     """A prompt whose keys and values were cached, with the tokens that were generated after it.
 
     owner: the name of the API key, if there are several. space: its space in the prefix cache. tokens: 4 bytes each, as
-    in the prefix cache. prompt_tokens: how many of them are the prompt. cached: how many were cached at some time.
+    in the prefix cache. prompt_tokens: number of tokens of the prompt. cached: number of tokens that have been cached.
     """
 
     request_id: int
@@ -60,7 +60,7 @@ class KnownPrompt:
 
     @property
     def size(self) -> int:
-        """Roughly the bytes that it takes."""
+        """The approximate size in bytes."""
         return len(self.tokens) + self.source.size
 
 
@@ -68,11 +68,12 @@ class KnownPrompt:
 class PrefixLookup:
     """The result of looking up a prompt in the prefix cache when it was admitted.
 
-    tokens: the prompt's, as in the cache. found: how many need not be computed. held: how many the cache had; more than
-    `found` if the states after them are missing. known: how many the cache once had, according to remembered prompts.
-    similar: the prompts with most tokens in common, and, if these are few, the latest prompts. elsewhere: how many
-    tokens are known with another salt or adapter, if these are more. other_adapter: True if it is another adapter.
-    images: first token and number of tokens of each image. block_size: in tokens.
+    tokens: tokens of the prompt, as in the cache. found: number of tokens that need not be computed. held: number of
+    cached tokens; more than `found` if the states after them are missing. known: number of tokens that have been cached
+    before, according to remembered prompts. similar: the prompts with most tokens in common, and, if these are few, the
+    latest prompts. elsewhere: number of tokens that are known with another salt or adapter, if these are more.
+    other_adapter: True if it is another adapter. images: first token and number of tokens of each image. block_size: in
+    tokens.
     """
 
     tokens: bytes
@@ -88,11 +89,11 @@ class PrefixLookup:
 
 @dataclass(slots=True, eq=False)
 class PromptSource:
-    """The prompt of a request as it came.
+    """The prompt of a request before it is tokenized.
 
-    text: the whole prompt; None if its tokens do not begin where it does. parts: in the order in which the prompt has
-    them. images: the places of images. tools: each as JSON. settings: of the template, as JSON. shared: the request
-    shares cached prefixes with others, so what it learns of them is limited. lookup: None until it is admitted.
+    text: the whole prompt; None if the beginning of the text may be cut. parts: in the order of the prompt. images: the
+    places of images. tools: each as JSON. settings: settings of the template, as JSON. shared: True if the request
+    shares cached prefixes with others, so that explanations are limited. lookup: None until the request is admitted.
     """
 
     text: str | None = None

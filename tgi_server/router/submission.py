@@ -25,7 +25,7 @@ class Sink(Protocol):
     def started(self, cached_tokens: int) -> None:
         """Called when the request leaves the queue for the first time, not after a preemption.
 
-        cached_tokens: of the prompt, computed for another request; rounded down if there is no cache namespace.
+        cached_tokens: prompt tokens that were in the prefix cache; rounded down if there is no cache namespace.
         """
 
     def push(self, generation: Generation) -> FinishReason | None:
@@ -46,7 +46,7 @@ class Sink(Protocol):
 class KeptPrefix:
     """Protects a prompt from being evicted from the prefix cache for a time.
 
-    name: the next prompt of the same name and cache namespace takes its place. seconds: from the end of the request.
+    name: the next prompt with the same name and cache namespace replaces it. seconds: from the end of the request.
     """
 
     name: str
@@ -55,17 +55,17 @@ class KeptPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A prompt as tokens, and options that keep every limit of the server.
+    """A tokenized prompt, with options within the limits of the server.
 
-    input_ids: the prompt, cut to `truncate`. For encoder-decoder models, of the encoder. characters: of its whole text.
-    unenforced: constraints of the grammar that are left to the model, each as a line. images: of the prompt, in the
-    order of their tokens. reader: makes what parses an answer; None: it is text. source: what the prompt was made of.
+    input_ids: the prompt, cut to `truncate`; that of the encoder in encoder-decoder models. characters: length of the
+    whole text. unenforced: constraints of the grammar that are left to the model, one per line. images: images of the
+    prompt, in the order of their tokens. reader: creates the parser of an answer; None: it is text. source: its texts.
 
-    The fields after that are set when the request is queued. id: 0 until then. cache_namespace: requests of different
-    ones share no cached prefix. deadline: the time after which the answer is useless. first_token_by: the same for its
-    first token. Both are `perf_counter` seconds. tenant: the name of the API key, where there are several. weight: of
-    its share. keep: its prompt stays in the prefix cache. early_tokens: number of tokens that are generated for a later
-    request of the same kind; 0: this is not an early answer.
+    The other fields are set when the request is queued. id: 0 until then. cache_namespace: requests with different ones
+    share no cached prefix. deadline: time after which the answer is useless. first_token_by: the same for its first
+    token. Both are `perf_counter` seconds. tenant: the name of the API key, if there are several. weight: weight of its
+    share. keep: keeps its prompt in the prefix cache. early_tokens: number of tokens that are generated for a later
+    request with the same body; 0: this is not an early answer.
     """
 
     input_ids: list[int]

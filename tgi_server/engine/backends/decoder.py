@@ -1,4 +1,4 @@
-"""A decoder's weights by its spec, arranged for a device: what the models of backends compute with."""
+"""The weights of a decoder by its spec, arranged for a device, for the models of the backends."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,11 +46,10 @@ class Norm:
     @classmethod
     @torch.no_grad()
     def of(cls, norm: Any, size: int = 1, device: torch.device | None = None) -> Self:
-        """Takes the weights of a norm of `transformers` or torch, or of one whose squares are summed over shards.
+        """Returns a norm with the weights of a norm of `transformers` or torch, or of one that sums over shards.
 
-        size, device: of what it normalises, if it has no weights.
-        Its formula is tried out on a few numbers: norms differ in what they add to weights, and where they round.
-        Raises Unfit for one that has another.
+        size, device: size and device of its input, if it has no weights. Its formula is determined by computing a few
+        numbers: norms differ in the offset of their weights, and in rounding. Raises Unfit for an unknown formula.
         """
         sharded = norm if isinstance(norm, ShardedQueryNorm) else None
         norm = norm if sharded is None else norm.inner
@@ -124,11 +123,12 @@ class LatentLayers:
 
 @dataclass(frozen=True, slots=True)
 class AltUpLayer:
-    """Holds what a layer with several streams of hidden states has for them (Gemma 3n).
+    """The weights of a layer for several streams of hidden states (Gemma 3n).
 
-    linears: by their paths in the layer of `transformers`, in the order of `torch.classes.oatmill.AltUp`: the router,
-    coefficients of predictions and of corrections, and two of a residual beside attention, whose norm is laurel_norm.
-    norm: of the router's input. scale: of the first stream, [hidden_size] float32; None: it is not scaled.
+    linears: linear layers by their paths in the layer of `transformers`, in the order of `torch.classes.oatmill.AltUp`:
+    the router, coefficients of predictions and of corrections, and two for the residual in parallel to attention, whose
+    norm is laurel_norm. norm: norm of the router's input. scale: scale of the first stream, [hidden_size] float32;
+    None: it is not scaled.
     """
 
     linears: dict[str, PackedLinear]
@@ -141,15 +141,15 @@ class AltUpLayer:
 class DecoderLayer:
     """A layer, with the query, key and value projections joined into one, and gate and up projection.
 
-    index: its place among the layers. linears: by their names, those that there are: "qkv", "query" (of latents),
-    "output", "index_query", "index_key", "index_weights" of its attention; "mixer_in" and "mixer_out" of its states;
-    "up" and "down" of the feed-forward part or of the expert that all tokens have, whose gate is "shared_gate";
-    "input_gate" and "input_projection" of its further input. parts: the modules of `transformers` in each of these,
-    with their numbers of outputs. scales: what the outputs of linear layers are multiplied by, [outputs] float32, where
-    that is not 1. norms: by their names in LayerSpec, those that there are. heads, variant: of its attention; None: it
-    does not attend. latents: those that it attends to; None: it attends to keys and values. mixer: of its states; None:
-    it has none. mixture: a module of `transformers` whose experts may be packed; None: there is none. scale: of its
-    output. altup: of its streams; None: there is one.
+    index: index of the layer. linears: the existing linear layers by name: "qkv", "query" (of latents), "output",
+    "index_query", "index_key", "index_weights" of attention; "mixer_in" and "mixer_out" of recurrent states; "up" and
+    "down" of the feed-forward part or of the shared expert, whose gate is "shared_gate"; "input_gate" and
+    "input_projection" of the further input. parts: the modules of `transformers` in each of these, with their numbers
+    of outputs. scales: factors of the outputs of linear layers, [outputs] float32, if they are not 1. norms: the
+    existing norms, by their names in LayerSpec. heads, variant: heads and variant of attention; None: the layer does
+    not attend. latents: projections of latents; None: it attends to keys and values. mixer: kernel of the recurrent
+    states; None: it has none. mixture: a module of `transformers` whose experts may be packed; None: there is none.
+    scale: factor of the layer's output. altup: weights for several streams; None: there is one stream.
     """
 
     spec: LayerSpec
@@ -167,7 +167,7 @@ class DecoderLayer:
     altup: AltUpLayer | None = None
 
     def adaptable(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
-        """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
+        """Yields each linear layer with the names of its parts, and their numbers of outputs."""
         for name, parts in self.parts.items():
             yield inner(self.linears[name]), parts
         if self.spec.mixture is not None:
@@ -194,12 +194,13 @@ class DecoderInputs:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A whole model. Names of modules in `transformers`: layers_path, of the list of layers; head_path.
+    """A whole model. layers_path, head_path: names of the list of layers and of the head in `transformers`.
 
-    positions: learned ones, [positions, hidden_size]; None: there are none. embedding_norm: of the sum of embeddings
-    and positions; None: there is none. ropes: as in the spec. norm: after the layers; None: there is none. inputs: of
-    layers; None: they have no further ones. streams: the projections to further streams of hidden states, and back;
-    None: there are none. others: linear layers outside of layers, by their paths in `transformers`.
+    positions: learned positions, [positions, hidden_size]; None: there are none. embedding_norm: norm of the sum of
+    embeddings and positions; None: there is none. ropes: rotary tables, see `DecoderSpec`. norm: norm after the layers;
+    None: there is none. inputs: further inputs of layers; None: there are none. streams: the projections to further
+    streams of hidden states, and back; None: there are none. others: linear layers outside of layers, by their paths in
+    `transformers`.
     """
 
     spec: DecoderSpec
@@ -218,13 +219,13 @@ class Decoder:
 
     @property
     def embedding_weight(self) -> Tensor:
-        """The embeddings of all tokens, or of a shard's: [tokens, hidden_size]; empty where they are quantised."""
+        """The embeddings of all tokens, or of this shard's, [tokens, hidden_size]; empty if they are quantized."""
         weight: Tensor = self.embedding.weight
         return weight
 
     @property
     def kv_shape(self) -> KVShape:
-        """The layout of a token in the cache, up to the last layer that attends; of latents, as `Latents` says."""
+        """The layout of a token in the cache, up to the last layer that attends; for latents see `Latents`."""
         attending = {layer.index: layer for layer in self.layers if layer.heads is not None}
         heads, sizes = [0] * (1 + max(attending, default=-1)), [0] * (1 + max(attending, default=-1))
         value_dim = None

@@ -19,18 +19,18 @@ from tgi_server.engine.sequence import RunningSequence
 UNBOUNDED_POSITIONS = 1 << 20
 CPU_WARM_UP_TOKENS = 32
 
-# Takes logits, [rows, vocab_size], and samples from them as requests may want it that need the most memory.
+# Takes logits, [rows, vocab_size], and samples from them with the options that need the most memory.
 Sample = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """The room that there is beside the weights.
+    """The capacity of the KV cache, and limits of batches and steps.
 
-    max_batch_size: sequences of one batch. num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks.
-    max_total_tokens: of one sequence. max_batch_total_tokens: of all sequences together.
-    num_snapshots: of states, with numbers 1 .. num_snapshots; 0 where sequences have no states.
-    max_prefill_tokens: prompt tokens of one step.
+    max_batch_size: maximum number of sequences in a batch. num_blocks: KV blocks that can be granted, with ids 1 ..
+    num_blocks. max_total_tokens: maximum number of tokens of one sequence. max_batch_total_tokens: maximum number of
+    tokens of all sequences. num_snapshots: number of state snapshots, with ids 1 .. num_snapshots; 0 if sequences have
+    no states. max_prefill_tokens: maximum number of prompt tokens in a step.
     """
 
     max_batch_size: int
@@ -47,8 +47,8 @@ class PromptChunk:
     """Known tokens of one sequence that a pass computes.
 
     tokens: [length] int64, on the host. start: position of the first one.
-    all_logits: the logits of every token are wanted; else only those of the sequence's last known token.
-    saves: states to copy into snapshots on the way, by the number of tokens before them; in ascending order.
+    all_logits: True if the logits of every token are needed, False for those of the sequence's last known token only.
+    saves: pairs of a number of tokens and the snapshot into which the states after them are copied; ascending.
     """
 
     sequence: RunningSequence
@@ -83,14 +83,13 @@ class PromptChunk:
 
 
 class Runner(ABC):
-    """Runs the model for one batch. Sequences past their prompt stand in dense rows 0 .. n - 1.
+    """Runs the model for one batch. Sequences past their prompt are in the dense rows 0 .. n - 1.
 
-    paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
-    states: of sequences, beside their blocks; None: there are none. block_size: tokens of a KV block.
-    fallbacks: why parts of the model are computed in a slower way than the device has. backend: what the model computes
-    with.
-    argmax_ids: [rows] int64, the token of the highest logit in each row of the last pass, where that was computed with
-    it: these are the next inputs of the rows, too, unless `accept` is given others.
+    paged: True if keys and values are in blocks that the caller grants, and prompts can be computed in chunks.
+    states: recurrent states of the sequences; None: there are none. block_size: tokens of a KV block.
+    fallbacks: reasons for parts that run on slower code than the device allows. backend: the backend of the model.
+    argmax_ids: [rows] int64, the argmax of each row of the last pass, if the pass has computed it; these tokens are the
+    next inputs of the rows, unless `accept` is given others.
     """
 
     paged: bool
@@ -131,9 +130,9 @@ class Runner(ABC):
         return []
 
     def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
-        """Runs one captured pass: as `forward`, with drafted tokens in the place of chunks, (row, tokens) each.
+        """Runs one captured pass like `forward`, with drafted tokens instead of chunks. drafts: pairs (row, tokens).
 
-        Returns None if nothing that was captured fits.
+        Returns None if no captured pass fits.
         """
         return None
 

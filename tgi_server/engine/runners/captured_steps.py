@@ -23,12 +23,12 @@ _MOST_DRAFTING_ROWS = 64
 
 @dataclass(slots=True)
 class CapturedSteps:
-    """The steps that have been captured, by what they are; None: there are none of the kind.
+    """The captured steps of each kind; None: there are none of this kind.
 
-    decoding: steps in which rows without adapters decode; they return logits and the argmax of each row, and have made
-    those the rows' next inputs. adapted: the same with adapters. drafting: with drafted tokens; they return logits.
-    prompts: with prompts. head: where the logits of `decoding` and `adapted` are those of this shard's part of the
-    vocabulary, the head that they come from; None: they are all.
+    decoding: steps in which rows without adapters decode; they return the logits and the argmax of each row, which is
+    the row's next input. adapted: the same with adapters. drafting: steps with drafted tokens; they return logits.
+    prompts: steps with prompts. head: the head, if `decoding` and `adapted` return the logits of this shard's part of
+    the vocabulary; None: they return all logits.
     """
 
     decoding: DecodeGraphs | None = None
@@ -40,7 +40,7 @@ class CapturedSteps:
     def decode(self, rows: int, top: TopOnly | None, *, adapted: bool) -> tuple[Tensor, Tensor] | None:
         """Decodes rows. Returns their logits and the argmax of each row; None if no captured step is large enough.
 
-        Where `top` says that the argmax is all that is needed, the logits may be those of a part of the vocabulary.
+        If only the argmax is needed (`top`), the logits may be those of a part of the vocabulary.
         """
         graphs = self.adapted if adapted else self.decoding
         outputs = graphs.run(rows) if graphs else None
@@ -63,9 +63,9 @@ class StepCapture:
         faults: dict[str, str],
         head: VocabParallelHead | None = None,
     ) -> None:
-        """run: computes the logits of a pass. faults: why steps cannot be captured, by what they are; it grows.
+        """run: computes the logits of a pass. faults: reasons for which kinds of steps cannot be captured; added to.
 
-        head: of a split vocabulary, whose parts stay apart in steps that decode; None: `run` returns all logits.
+        head: head of a split vocabulary, whose logits stay split in decoding steps; None: `run` returns all logits.
         """
         self._head = head
         self._batch = batch
@@ -75,7 +75,7 @@ class StepCapture:
         self._faults = faults
 
     def decoding(self, sizes: Sequence[int], *, any_adapters: bool = False) -> DecodeGraphs | None:
-        """Captures steps in which `rows` rows decode. any_adapters: with whatever adapters they have."""
+        """Captures steps in which rows decode. any_adapters: True if the rows may have any adapters."""
         step = partial(self._decode, any_adapters=any_adapters)
         what = "decoding with adapters" if any_adapters else "decoding"
         return self._captured(what, lambda: DecodeGraphs(sizes, step, self._capture))

@@ -46,10 +46,9 @@ Fields = dict[str, str | int | float]  # of a line of the log, or of a span
 
 
 class RequestRecord:
-    """Notes what is known of a request: when it came, what of it was ignored, what was generated, how it ended.
+    """Collects the facts of a request for log, metrics and spans: arrival, ignored members, sequences, outcome.
 
-    model: the name that the span has for the model. read_tokens: of texts that were only read, for a request that
-    generates nothing. progress: how far a cancelled request had come.
+    read_tokens: number of input tokens of a request that generates nothing. progress: progress of a cancelled request.
     """
 
     def __init__(self, service: Service, request: Request) -> None:
@@ -84,7 +83,7 @@ class RequestRecord:
                 logger.warning("%s: `%s` is ignored: it %s", self.path, member.path, member.fault)
 
     def note_model(self, model: str) -> None:
-        """Notes the model that a request names which generates nothing."""
+        """Notes the model that a request without generation names."""
         self._requested = {"gen_ai.request.model": model}
 
     def note_sequence(
@@ -96,7 +95,7 @@ class RequestRecord:
         namespace: str = "",
     ) -> None:
         """Notes a sequence that is about to be generated. unenforced: constraints that are left to the model. source:
-        what its prompt was made of. namespace: of its cached prefixes.
+        the texts of its prompt. namespace: namespace of its cached prefixes.
         """
         self._streams.append(stream)
         if source is not None:

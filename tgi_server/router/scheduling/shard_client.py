@@ -37,11 +37,11 @@ Response = TypeVar("Response")
 class ShardClient:
     """Channels to one shard, and its methods.
 
-    stub: of its TextGenerationService. grammar_stub: of its GrammarService.
+    stub: stub of its TextGenerationService. grammar_stub: stub of its GrammarService.
     """
 
     def __init__(self, url: str, rank: int, grammar_url: str | None = None) -> None:
-        """url: as gRPC spells it, unix:///path or ipv4:ADDRESS:PORT. grammar_url: of the GrammarService, if known."""
+        """url: gRPC target, unix:///path or ipv4:ADDRESS:PORT. grammar_url: that of the GrammarService, if known."""
         self.rank = rank
         self._url = url
         self._released: list[int] = []
@@ -76,10 +76,10 @@ class ShardClient:
     async def compile(
         self, grammar: pb.Grammar, pin: int, client: str, tried: pb.CompileResponse | None, timeout_s: float
     ) -> pb.CompileResponse:
-        """Has the grammar compiled, and stored until its pin is released. client: whose turn it takes.
-        tried: what another shard answered.
+        """Has the grammar compiled, and stored until its pin is released. client: name for fair scheduling.
+        tried: the response of another shard.
 
-        Raises Overloaded, and what else gRPC raises.
+        Raises Overloaded, and errors of gRPC.
         """
         released, self._released = self._released, []
         request = pb.CompileRequest(grammar=grammar, pin=pin, released=released, client=client)
@@ -264,8 +264,8 @@ class ShardedClient:
     async def compile(self, grammar: pb.Grammar, pin: int, client: str, timeout_s: float = 120.0) -> pb.CompileResponse:
         """Has every shard compile a grammar; steps go on meanwhile. Returns the response of the first that refuses it.
 
-        The first shard tries it before the others, which take its word, so that all of them decide alike. They keep it
-        until `pin`, a number that no other has, is released. client: whose turn it takes.
+        The first shard tries it, and the others use its result, so that all decide alike. They keep the grammar until
+        `pin`, a unique number, is released. client: name for fair scheduling.
 
         Raises Overloaded when too many grammars are being compiled, and Unhealthy.
         """

@@ -26,12 +26,11 @@ _UNLIMITED = -1
 class Preparer:
     """Checks requests against the server's limits.
 
-    vocab_size: tokens that the model knows.
-    grammar_refusal: why this server takes no grammars; None when it does.
-    compile_grammar: has the shards compile a grammar for a client, and returns the constraints that are left to the
-    model, each as a line; raises InvalidRequest for one that cannot be used.
-    adapters: that requests may name. end_tokens: that end a text. thoughts: what stands around the model's thoughts.
-    images: finds the places of images; None: the model reads none.
+    vocab_size: number of tokens of the model. grammar_refusal: reason for which this server accepts no grammars; None:
+    it does. compile_grammar: compiles a grammar in the shards for a client, and returns the constraints that are left
+    to the model, one per line; raises InvalidRequest. adapters: adapters that requests can name. end_tokens: tokens
+    that end a text. thoughts: the tags around the model's reasoning. images: reader of images; None: the model reads
+    none.
     """
 
     def __init__(
@@ -72,13 +71,13 @@ class Preparer:
         thinking: bool = False,
         source: PromptSource | None = None,
     ) -> PreparedRequest:
-        """Returns what the scheduler takes. Work on a large request leaves the event loop.
+        """Returns the request for the scheduler. Large requests are prepared outside of the event loop.
 
-        client: whose turns its work takes. spans_of: the text that `x-span` takes spans of; None: the prompt.
-        size: bytes of the whole request. thinking: thoughts are known to have begun in the prompt. source: what the
-        prompt was made of; None: it came as one text.
+        client: name for fair scheduling of the work. spans_of: the text that `x-span` refers to; None: the prompt.
+        size: bytes of the whole request. thinking: True if the prompt ends within reasoning. source: the texts of the
+        prompt; None: it is one text.
 
-        Raises InvalidRequest with one line that says what is wrong.
+        Raises InvalidRequest with a one-line message.
         """
         if options.adapter_id:
             self._check_adapter(options.adapter_id, dialect)
@@ -156,10 +155,10 @@ class Preparer:
         return list(ids[-truncate:] if truncate else ids)
 
     def _max_new_tokens(self, input_length: int, asked: int, dialect: Dialect) -> int:
-        """Returns the number of tokens to generate. asked: by the request; 0: as many as fit.
+        """Returns the number of tokens to generate. asked: the number that the request has; 0: as many as fit.
 
-        TGI's interface refuses a request for more tokens than fit; in the others the answer is as long as fits, since
-        their clients ask for as much as the model could ever write.
+        TGI's interface refuses a request for more tokens than fit. In the others the number is reduced, because their
+        clients ask for the longest answer of the model.
         """
         limits = self._limits
         if input_length > limits.max_input_tokens:

@@ -79,13 +79,13 @@ class ForwardMetadata:
     block_tables: [sequences, blocks] int32; entries past a sequence's last block are 0.
     kv_lengths: [sequences] int32; tokens in the cache, this pass's own included.
     query_starts: [sequences + 1] int32; index of each sequence's first token in this pass.
-    decoding: how many sequences decode.
+    decoding: number of sequences that decode.
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
     top: None: every logit is needed.
-    ends: [tokens] int32; the tokens of its sequence that each token attends to, in ascending order in a chunk; None:
-    each attends to those up to itself. ends_in_windows: that holds for layers with a window alone.
-    state_slots: the slot of each sequence's states, on the host; empty where the model has none.
+    ends: [tokens] int32; number of tokens of its sequence that each token attends to, ascending in a chunk; None:
+    causal attention. ends_in_windows: True if `ends` applies only to layers with a window.
+    state_slots: the slot of each sequence's states, on the host; empty if the model has none.
     row_slots: [decoding] int64; the slots of the sequences that decode, on the device.
     kept: objects that a backend made for this pass in an earlier layer; see `made`.
     """
@@ -118,9 +118,9 @@ class ForwardMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latents:
-    """Multi-head latent attention (DeepSeek-V2, 2024): a layer's cache has of each token what all heads share.
+    """Multi-head latent attention (DeepSeek-V2, 2024): the cache of a token is shared by all heads of a layer.
 
-    The latent, [rank], is cached as its key, and the part of all keys that has rotary positions as its value. keys:
+    The latent, [rank], is cached as the key, and the part of the keys with rotary positions as the value. keys:
     [heads, size, rank]; the other part of a head's key is keys @ latent. values: [heads, rank, value_dim]; a head's
     value is latent @ values.
     """
@@ -131,11 +131,10 @@ class Latents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """The index of sparse attention (DeepSeek-V3.2, 2025): queries attend to the tokens with the highest scores alone.
+    """The index of sparse attention (DeepSeek-V3.2, 2025): queries attend only to the tokens with the highest scores.
 
-    A token's key of the index is cached behind what its layer caches as a value; `layer` is the one that has it, which
-    may be an earlier one. query: [tokens, heads, size] of this pass. weights: [tokens, heads] float32, of the heads in
-    the sum of their scores.
+    layer: the layer that caches the index's keys, after its values; it may be an earlier layer. query: [tokens, heads,
+    size] of this pass. weights: [tokens, heads] float32, weights of the heads in the sum of their scores.
     """
 
     layer: int
@@ -147,16 +146,16 @@ class Selection:
 class AttentionVariant:
     """The differences of one layer's attention from plain causal attention.
 
-    scaling: factor of the scores before softmax. window: tokens attended to, the own one included; 0: all.
-    chunk: tokens of a chunk of a text: a token attends to those of its own chunk (Llama 4); 0: there are no chunks.
+    scaling: factor of the scores before softmax. window: number of tokens attended to, including the token itself; 0:
+    all. chunk: length of chunks; a token attends to tokens of its own chunk (Llama 4); 0: no chunks.
     softcap: scores become softcap * tanh(score / softcap); 0: off.
     alibi_slopes: [heads] float32; slope * position of the key is added to each score (Press et al. 2022).
-    rounded_alibi: as in Falcon, position and slope * position are rounded to bfloat16, then scaled like a score.
+    rounded_alibi: position and slope * position are rounded to bfloat16, then scaled like a score (Falcon).
     sinks: [heads] float32; a score for each head that belongs to no token but counts in the softmax (gpt-oss).
     keys_of: the earlier layer whose keys and values are attended to (Gemma 3n); None: the layer's own.
-    latents: how keys and values are made of what is cached; None: they are cached.
-    chosen: tokens that a query attends to, which the index chooses, where there are latents; 0: all. selection: the
-    index in this pass.
+    latents: projections from the cached latents to keys and values; None: keys and values are cached.
+    chosen: number of tokens that the index chooses for a query, with latents; 0: all. selection: the index in this
+    pass.
     """
 
     scaling: float
@@ -181,10 +180,10 @@ class AttentionBackend(ABC):
 
     Block 0 is scratch: tokens of sequences that have ended are written there.
 
-    dtype: of the model; keys and values arrive in it, and attention computes in it. kv_format: how they are stored.
-    any_lengths: True if a step without prompts launches the same work on the device for all lengths of its sequences
-    and all slots of its tokens, since only the tensors of its metadata have them. any_prompts: the same of steps with
-    prompts. name: for people, of what computes it on a GPU; empty: there is no choice.
+    dtype: dtype of the model, of new keys and values, and of the computation. kv_format: format of the cache.
+    any_lengths: True if a step without prompts launches the same work for all sequence lengths and slots, because these
+    are only in the tensors of its metadata. any_prompts: the same for steps with prompts. name: name of the attention
+    kernels on a GPU for the log; empty: there is no choice.
     """
 
     name = ""
