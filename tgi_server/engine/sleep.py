@@ -6,12 +6,10 @@ read from that file again. All others are written to an unnamed file (O_TMPFILE)
 which the system deletes when the process ends.
 """
 
-import ctypes
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from mmap import PAGESIZE
@@ -21,10 +19,9 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from shared.control_groups import usable_cores
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.states import SequenceStates
-from tgi_server.engine.checkpoint.stored_weights import FileState, StoredPlace, place_of
+from tgi_server.engine.checkpoint.stored_weights import FileState, Piece, StoredPlace, move, place_of
 from tgi_server.engine.encoders import Encoder
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.errors import InvalidCall
@@ -34,32 +31,14 @@ from tgi_server.engine.memory_map import Mappings
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.paged_batch import PagedBatch
 
-# Bytes of the smallest weight that is written to a file, and of one read or write of a thread.
-_LEAST, _PIECE = 256 << 10, 8 << 20
+# Bytes of the smallest weight that is written to a file.
+_LEAST = 256 << 10
 # Maximum gap in bytes between two adjacent weights in huge pages.
 _GAP = 64
 _NOT_WEIGHTS = (
     *(str, bytes, int, float, type, ModuleType, BuiltinFunctionType),
     *(LoadedAdapters, PagedBatch),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A range of this process's memory, and its offset in a file. file: a descriptor."""
-
-    address: int
-    size: int
-    file: int
-    offset: int
-
-    def cut(self) -> Iterator["_Piece"]:
-        for start in range(0, self.size, _PIECE):
-            yield _Piece(self.address + start, min(_PIECE, self.size - start), self.file, self.offset + start)
-
-    @property
-    def memory(self) -> memoryview:
-        return memoryview((ctypes.c_char * self.size).from_address(self.address)).cast("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +69,14 @@ class _Copies:
         self._files: dict[Path, int] = {}
         self._states: dict[Path, FileState] = {}
         self.pages: list[tuple[int, int]] = []
-        self._pieces: list[_Piece] = []
-        own: list[_Piece] = []
+        self._pieces: list[Piece] = []
+        own: list[Piece] = []
         self._own = _nameless_file(folder)
         try:
             for group in _side_by_side(self._weights, memory):
                 self._add_pages(group, own)
             os.posix_fallocate(self._own, 0, max(1, sum(piece.size for piece in own)))
-            _move(os.pwritev, own)
+            move(os.pwritev, own)
         except BaseException:
             self.close()
             raise
@@ -112,7 +91,7 @@ class _Copies:
         """Reads all weights back. Raises OSError, also for a file that has been changed."""
         if (path := self.changed_file()) is not None:
             raise OSError(f"{path} was changed while the model slept")
-        _move(os.preadv, self._pieces)
+        move(os.preadv, self._pieces)
 
     def changed_file(self) -> Path | None:
         """Returns a file that has been changed; None if there is none. Deleted files are still open here, or mapped."""
@@ -127,7 +106,7 @@ class _Copies:
         for file in (self._own, *self._files.values()):
             os.close(file)
 
-    def _add_pages(self, group: Sequence[_Weight], own: list[_Piece]) -> None:
+    def _add_pages(self, group: Sequence[_Weight], own: list[Piece]) -> None:
         """Adds the whole pages of adjacent weights. own: pieces of the unnamed file."""
         first, last = -(-group[0].first // PAGESIZE) * PAGESIZE, max(each.last for each in group) // PAGESIZE * PAGESIZE
         if first >= last:
@@ -139,10 +118,10 @@ class _Copies:
                 continue
             if (file := self._open(weight.place)) is not None and weight.place is not None:
                 offset = weight.place.offset + start - weight.first
-                self._pieces.append(_Piece(start, end - start, file, offset))
+                self._pieces.append(Piece(start, end - start, file, offset))
             else:
                 offset = own[-1].offset + own[-1].size if own else 0
-                own.append(_Piece(start, end - start, self._own, offset))
+                own.append(Piece(start, end - start, self._own, offset))
 
     def _open(self, place: StoredPlace | None) -> int | None:
         """Returns a descriptor of the file; None if it has been replaced or changed."""
@@ -298,19 +277,3 @@ def _nameless_file(folder: Path) -> int:
         file, path = tempfile.mkstemp(dir=folder, suffix=".unfinished", prefix="")
         os.unlink(path)
         return file
-
-
-def _move(call: Callable[[int, list[memoryview], int], int], pieces: Iterable[_Piece]) -> None:
-    """Reads or writes pieces, with one thread per core. Raises OSError."""
-
-    def move(piece: _Piece) -> None:
-        memory, done = piece.memory, 0
-        while done < piece.size:
-            moved = call(piece.file, [memory[done:]], piece.offset + done)
-            if not moved:
-                raise OSError("a file with weights of the sleeping model ends early")
-            done += moved
-
-    with ThreadPoolExecutor(usable_cores()) as threads:
-        for _ in threads.map(move, [part for piece in pieces for part in piece.cut()]):
-            pass

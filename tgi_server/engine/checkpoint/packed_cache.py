@@ -38,7 +38,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from shared.control_groups import usable_cores
 from shared.processes import die_with_parent
 from tgi_server.engine.checkpoint.model_digest import model_digests
-from tgi_server.engine.checkpoint.stored_weights import places_noted
+from tgi_server.engine.checkpoint.stored_weights import copied_from
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels import compiled_library, load_kernels
 from tgi_server.engine.kernels.build import is_private
@@ -190,7 +190,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
             own = f"/dev/fd/{file}"  # the path may lead elsewhere by now
             os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
             classes = [_named(name) for name in get_unsafe_globals_in_checkpoint(own)]
-            with safe_globals(classes), places_noted(path, file):
+            with safe_globals(classes), copied_from(path, file):
                 content = torch.load(own, weights_only=True, mmap=True)
             if not isinstance(content, kind):
                 raise TypeError(f"it has a {type(content).__name__}, not packed weights")
