@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from tokenizers import Encoding, Tokenizer
 
+from tgi_server.grammar.added_tokens import decoded
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.media.images import ProcessedImage
 from tgi_server.router.text.truncation import last_ids
@@ -166,7 +168,7 @@ class SpecialTokens:
         self._hidden = {content: chr(_SPELLINGS + index) * len(content) for index, content in enumerate(spelled)}
         self._shown = {hidden[0]: content for content, hidden in self._hidden.items()}
         self._spellings = _spellings(self._hidden.values())
-        content = json.loads(tokenizer.to_str())
+        content = decoded(tokenizer.to_str())
         self._unknown = tokenizer.token_to_id(_unknown_token(content["model"]) or "")
         self._literal = _renamed(tokenizer, content, self._hidden) if 0 < len(spelled) < _MOST else None
 
@@ -311,7 +313,7 @@ def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, 
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     try:
-        copy = Tokenizer.from_str(json.dumps(content))
+        copy = Tokenizer.from_str(msgspec.json.encode(content).decode())
     except Exception as error:  # the library raises plain exceptions
         logger.warning(
             "the tokenizer cannot be copied, so messages that contain special tokens will be refused: %s", error
