@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 
 from tgi_server.engine.backends.attention.base import AttentionBackend
 from tgi_server.engine.backends.states import SequenceStates
-from tgi_server.engine.checkpoint.stored_weights import FileState, Piece, StoredPlace, move, place_of
+from tgi_server.engine.checkpoint.stored_weights import FilePiece, FileState, StoredPlace, move, place_of
 from tgi_server.engine.encoders import Encoder
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.errors import InvalidCall
@@ -69,8 +69,8 @@ class _Copies:
         self._files: dict[Path, int] = {}
         self._states: dict[Path, FileState] = {}
         self.pages: list[tuple[int, int]] = []
-        self._pieces: list[Piece] = []
-        own: list[Piece] = []
+        self._pieces: list[FilePiece] = []
+        own: list[FilePiece] = []
         self._own = _nameless_file(folder)
         try:
             for group in _side_by_side(self._weights, memory):
@@ -106,7 +106,7 @@ class _Copies:
         for file in (self._own, *self._files.values()):
             os.close(file)
 
-    def _add_pages(self, group: Sequence[_Weight], own: list[Piece]) -> None:
+    def _add_pages(self, group: Sequence[_Weight], own: list[FilePiece]) -> None:
         """Adds the whole pages of adjacent weights. own: pieces of the unnamed file."""
         first, last = -(-group[0].first // PAGESIZE) * PAGESIZE, max(each.last for each in group) // PAGESIZE * PAGESIZE
         if first >= last:
@@ -118,10 +118,10 @@ class _Copies:
                 continue
             if (file := self._open(weight.place)) is not None and weight.place is not None:
                 offset = weight.place.offset + start - weight.first
-                self._pieces.append(Piece(start, end - start, file, offset))
+                self._pieces.append(FilePiece(start, end - start, file, offset))
             else:
                 offset = own[-1].offset + own[-1].size if own else 0
-                own.append(Piece(start, end - start, self._own, offset))
+                own.append(FilePiece(start, end - start, self._own, offset))
 
     def _open(self, place: StoredPlace | None) -> int | None:
         """Returns a descriptor of the file; None if it has been replaced or changed."""

@@ -51,7 +51,7 @@ class StoredPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A range of this process's memory, and its offset in a file. file: a descriptor."""
 
     address: int
@@ -59,19 +59,19 @@ class Piece:
     file: int
     offset: int
 
-    def cut(self) -> Iterator["Piece"]:
+    def cut(self) -> Iterator["FilePiece"]:
         for start in range(0, self.size, _PIECE):
-            yield Piece(self.address + start, min(_PIECE, self.size - start), self.file, self.offset + start)
+            yield FilePiece(self.address + start, min(_PIECE, self.size - start), self.file, self.offset + start)
 
     @property
     def memory(self) -> memoryview:
         return memoryview((ctypes.c_char * self.size).from_address(self.address)).cast("B")
 
 
-def move(call: Callable[[int, list[memoryview], int], int], pieces: Iterable[Piece]) -> None:
+def move(call: Callable[[int, list[memoryview], int], int], pieces: Iterable[FilePiece]) -> None:
     """Reads or writes pieces, with one thread per core. call: os.preadv or os.pwritev. Raises OSError."""
 
-    def move_one(piece: Piece) -> None:
+    def move_one(piece: FilePiece) -> None:
         memory, done = piece.memory, 0
         while done < piece.size:
             moved = call(piece.file, [memory[done:]], piece.offset + done)
@@ -87,7 +87,7 @@ def move(call: Callable[[int, list[memoryview], int], int], pieces: Iterable[Pie
 _places = WeakTensorKeyDictionary()
 
 
-class _Copies:
+class _UnreadCopies:
     """Copies of weights of a file that is mapped, side by side in huge pages. Their contents are read in the end."""
 
     def __init__(self, path: Path, file: int) -> None:
@@ -129,11 +129,11 @@ class _Copies:
             if (place := place_of(copy)) is None:
                 copy.copy_(weight)
             else:
-                pieces.append(Piece(copy.data_ptr(), copy.nbytes, self._file, place.offset))
+                pieces.append(FilePiece(copy.data_ptr(), copy.nbytes, self._file, place.offset))
         move(os.preadv, pieces)
 
 
-_copies: ContextVar[_Copies | None] = ContextVar("copies", default=None)
+_copies: ContextVar[_UnreadCopies | None] = ContextVar("copies", default=None)
 
 
 def copy_of_stored(weight: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def copied_from(path: Path, file: int) -> Iterator[None]:
 
     Threads read them, for the first use of memory takes longer than the copying. file: the descriptor. Raises OSError.
     """
-    copies = _Copies(path, file)
+    copies = _UnreadCopies(path, file)
     token = _copies.set(copies)
     try:
         yield
