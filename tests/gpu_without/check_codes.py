@@ -23,8 +23,8 @@ from tgi_server.engine.backends.probe import LogitsProbe
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.weight import paired
-from tgi_server.engine.kernels.triton import fp8
-from tgi_server.engine.kernels.triton.fp8 import rounded
+from tgi_server.engine.kernels.triton import norm_and_gate, rounding
+from tgi_server.engine.kernels.triton.rounding import rounded, rounded_norm
 from tgi_server.engine.linear import gpu
 from tgi_server.engine.linear.gpu import Findings, fault_of, gpu_linear_factory
 from tgi_server.engine.linear.scaled import ScaledLinear
@@ -108,11 +108,11 @@ def test_rows_that_do_not_follow_each_other() -> None:
     torch.testing.assert_close(layer(across), linear(across, weight.dense()), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("at_once", [fp8._AT_ONCE, 1024])
+@pytest.mark.parametrize("at_once", [rounding._AT_ONCE, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_are_rounded_to_fp8(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = (torch.randn(5, 1500) * torch.tensor([[1e-4], [1.0], [50.0], [1e5], [0.0]])).to(dtype)
-    monkeypatch.setattr(fp8, "_AT_ONCE", at_once)
+    monkeypatch.setattr(rounding, "_AT_ONCE", at_once)
     codes, scales = rounded(x)
     wanted = x.float().abs().amax(1, keepdim=True).clamp(min=448e-30) / 448
     torch.testing.assert_close(scales, wanted)
@@ -124,6 +124,33 @@ def test_rows_are_rounded_to_fp8(dtype: torch.dtype, at_once: int, monkeypatch: 
     torch.testing.assert_close(scales, by_group.abs().amax(2).clamp(min=448e-30) / 448)
     wanted = (by_group / scales.unsqueeze(2)).to(torch.float8_e4m3fn)
     assert torch.equal(codes.float(), wanted.float().flatten(1))
+
+
+@pytest.mark.parametrize("together", [None, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_or_the_gate_before_is_rounded_as_alone(
+    dtype: torch.dtype, together: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the same bits, also of rows that are rounded in parts."""
+    x, added = torch.randn(5, 768).to(dtype), torch.randn(5, 768).to(dtype)
+    weight, bias = (1 + torch.randn(2, 768) / 4).to(dtype)
+    for other, shift in ((None, None), (added, None), (None, bias), (added, bias)):
+        (codes, scales), total = rounded_norm(x, other, weight, shift, 1e-5, together, least_rows=16)
+        close = 2 * torch.finfo(dtype).eps  # the interpreter cuts bfloat16 off
+        torch.testing.assert_close(total, x if other is None else x + other, rtol=close, atol=close)
+        normed = norm_and_gate.rms_norm(total, weight, 1e-5)
+        if shift is not None:
+            normed = norm_and_gate.layer_norm(total, weight, shift, 1e-5)
+        known, known_scales = rounded(normed, together, least_rows=16)
+        assert (codes.shape, scales.shape, scales.stride()) == (known.shape, known_scales.shape, known_scales.stride())
+        assert torch.equal(codes[:5].view(torch.uint8), known[:5].view(torch.uint8))
+        assert torch.equal(scales[:5], known_scales[:5])
+    monkeypatch.setattr(rounding, "_AT_ONCE", 256)
+    for activation, gated in (("silu", True), ("gelu_tanh", True), ("relu", False)):
+        codes, scales = rounded(x, together, 1, activation, gated=gated)
+        known, known_scales = rounded(norm_and_gate.activate(x, activation, gated=gated), together)
+        assert torch.equal(codes.view(torch.uint8), known.view(torch.uint8))
+        assert torch.equal(scales, known_scales)
 
 
 _scaled_mm = torch._scaled_mm

@@ -17,13 +17,14 @@ from tgi_server.engine.kernels.triton import (
     argmax,
     decode_attention,
     few_rows,
-    fp8,
     grouped_gemm,
     latents,
     lora,
     norm_and_gate,
     paged_attention,
     rope_and_cache,
+    rounding,
+    routing,
     sampling,
     split_kv,
     w4a16_gemm,
@@ -213,13 +214,32 @@ def test_attention_over_latents_fits(
     data, numbers = f"*{NAMES[dtype]}", ("tiles", "table_stride")
     planned = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places")
     types = dict.fromkeys(("query", "turned", "latents", "beside", "output"), data) | dict.fromkeys(planned, INTS)
-    types |= {"parts": "*fp32", "weights": "*fp32", "score_scaling": "fp32"} | dict.fromkeys(numbers, "i32")
+    types |= {"parts": "*fp32", "weights": "*fp32", "score_scaling": "fp32", "cosine": data, "sine": data}
+    types |= dict.fromkeys((*numbers, "query_token", "query_head", "turned_token", "turned_head"), "i32")
     shape = latents.LatentShape.of(heads, dtype.itemsize, torch.device("cpu"))
     assert (shape.rows == 64) == (heads == 128 and dtype.itemsize == 2 and capability in (80, 90, 100))
     sizes = {"heads": heads, "group": shape.group, "rank": 512, "size": 64, "stride": 64, "rows": shape.rows}
     sizes |= {"width": 512, "size_width": 64, "block_size": 32, "key_tile": shape.key_tile}
-    program = compiled(latents._attend_latents, types, sizes, capability, shape.warps, shape.stages)
+    strides = ("query_token", "query_head", "turned_token", "turned_head")
+    sizes |= {"turns": True, "interleaved": heads == 128}
+    program = compiled(latents._attend_latents, types, sizes, capability, shape.warps, shape.stages, strides)
     check(program, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_cached_of_latents_fits(capability: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    data = ("joined", "query_weight", "key_weight", "cosine", "sine", "latents", "beside", "queries")
+    types = (
+        dict.fromkeys(data, f"*{NAMES[dtype]}") | {"slots": "*i64"} | dict.fromkeys(("query_eps", "key_eps"), "fp32")
+    )
+    sizes = {"rank": 512, "rank_width": 512, "rotated": 64, "rotated_width": 64, "stride": 64}
+    for queries, interleaved, turns in ((1536, True, True), (768, False, True), (0, True, False)):
+        width = triton.next_power_of_2(max(1, queries))
+        constants = sizes | {"size": queries or 3072, "size_width": width, "turns": turns, "interleaved": interleaved}
+        constants |= {} if queries else {"query_weight": None}
+        warps = norm_and_gate.warps_of(max(512, width))
+        check(compiled(latents._write_latents, types, constants, capability, warps), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -255,14 +275,15 @@ def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 def test_norms_and_activations_fit(capability: int, tmp_path: Path) -> None:
-    types = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"eps": "fp32", "size": "i32"}
-    for size in (768, 4096, 8192):
-        for centred in (False, True):
-            constants = {"size": size, "width": triton.next_power_of_2(size), "centred": centred}
-            warps = 4 if size <= 2048 else 8
-            for weight in ("*bf16",) if centred else ("*bf16", "*fp32"):
-                own = types | {"weight": weight}
-                check(compiled(norm_and_gate._norm, own, constants, capability, warps), capability, tmp_path)
+    types = dict.fromkeys(("x", "weight", "bias", "residual", "output"), "*bf16") | {"size": "i32"}
+    types |= dict.fromkeys(("eps", "factor"), "fp32") | dict.fromkeys(("x_row", "x_head"), "i32")
+    for size, centred in product((768, 4096, 8192), (False, True)):
+        constants = {"size": size, "width": triton.next_power_of_2(size), "centred": centred, "heads": 1}
+        constants |= {} if size == 4096 else {"residual": None}
+        for weight in ("*bf16",) if centred else ("*bf16", "*fp32"):
+            own, warps = types | {"weight": weight}, norm_and_gate.warps_of(size)
+            program = compiled(norm_and_gate._norm, own, constants, capability, warps, sizes=("x_row", "x_head"))
+            check(program, capability, tmp_path)
     for activation in get_args(Activation):
         constants = {"at_once": 1024, "activation": activation, "gated": activation != "relu"}
         check(compiled(norm_and_gate._activate, types, constants, capability, 4), capability, tmp_path)
@@ -320,8 +341,8 @@ def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype,
 def test_the_products_of_experts_fit(capability: int, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
     """Of both layouts: the inputs, or the outputs, of a weight lie side by side."""
     tile = GroupTile.of(rows, 16, dtype.itemsize)
-    types = dict.fromkeys(("x", "weights", "bias", "y"), f"*{NAMES[dtype]}") | {"order": "*i64", "shares": "*fp32"}
-    types |= dict.fromkeys(("starts", "tile_ends"), INTS)
+    types = dict.fromkeys(("x", "weights", "bias", "y"), f"*{NAMES[dtype]}") | {"order": "*i64"}
+    types |= dict.fromkeys(("starts", "tile_ends"), INTS) | {"shares": f"*{NAMES[dtype]}"}
     strides = ("expert_stride", "output_stride", "input_stride")
     types |= dict.fromkeys(("experts", "inputs", "outputs", "of_token", *strides), "i32")
     sizes = {"own_rows": tile.rows, "own_outputs": tile.outputs, "own_inputs": tile.inputs, "all_experts": 16}
@@ -330,6 +351,34 @@ def test_the_products_of_experts_fit(capability: int, dtype: torch.dtype, rows: 
         shape = tile.warps, tile.stages, ("inputs", "outputs")
         program = compiled(grouped_gemm._multiply_groups, types, constants, capability, *shape)
         check(program, capability, tmp_path)
+
+
+def routing_kernels(dtype: torch.dtype) -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
+    """Returns the kernels around the products of experts, with types and constants: of Mixtral, Qwen3 and DeepSeek."""
+    data = f"*{NAMES[dtype]}"
+    types = dict.fromkeys(("logits", "bias", "factors"), "*fp32") | {"numbers": "*i64", "shares": data}
+    types |= {"factor": "fp32", "stride": "i32", "chosen": "*i64", "order": "*i64", "starts": INTS, "tile_ends": INTS}
+    types |= dict.fromkeys(("rows", "size"), "i32") | dict.fromkeys(
+        ("outputs", "shared", "gate", "residual", "total"), data
+    )
+    kernels: list[tuple[Any, dict[str, str], dict[str, Any]]] = []
+    for experts, chosen, groups, kind in ((8, 2, 1, "*fp32"), (128, 8, 1, data), (256, 8, 8, "*fp32")):
+        own = {"groups": groups, "of_group": experts // groups, "all_groups": groups, "width": experts // groups}
+        own |= {"chosen": chosen, "all_chosen": chosen, "chosen_groups": 4, "group_scores": 2, "normalised": True}
+        own |= {"sigmoid": groups > 1, "factors": None} | ({} if groups > 1 else {"bias": None})
+        kernels.append((routing._route, types | {"logits": kind}, own))
+        bins = triton.next_power_of_2(experts + 1)
+        kernels.append((routing._group_rows, types, {"tile": 16, "at_once": 1024, "bins": bins}))
+        kernels.append((routing._sum, types, {"count": chosen, "at_once": 1024, "gate": None}))
+    return kernels
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_stands_around_the_products_of_experts_fits(capability: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    for kernel, types, constants in routing_kernels(dtype):
+        warps = 1 if kernel is routing._route else 4
+        check(compiled(kernel, types, constants, capability, warps), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -357,10 +406,19 @@ def test_the_products_of_quantized_experts_fit(
 
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_rounding_to_fp8_fits(capability: int, tmp_path: Path) -> None:
-    types = {"x": "*bf16", "codes": "*u8", "scales": "*fp32", "size": "i32", "rows": "i32"}
-    for at_once in (128, fp8._AT_ONCE):
-        warps = max(1, at_once // fp8._OF_WARP)
-        check(compiled(fp8._round_row, types, {"at_once": at_once}, capability, warps), capability, tmp_path)
+    """Also where the gate or the norm before it is inside."""
+    types = dict.fromkeys(("x", "added", "total", "weight", "bias"), "*bf16") | {"codes": "*u8", "scales": "*fp32"}
+    types |= {"size": "i32", "rows": "i32", "eps": "fp32"}
+    for at_once, gate in product((128, rounding._AT_ONCE), ("", "silu")):
+        warps = max(1, at_once // rounding._OF_WARP)
+        constants = {"at_once": at_once, "activation": gate, "gated": gate != ""}
+        check(compiled(rounding._round_row, types, constants, capability, warps), capability, tmp_path)
+    for size, together, added in ((4096, 0, True), (7168, 128, True), (8192, 0, False), (2048, 128, False)):
+        width = triton.next_power_of_2(size)
+        constants = {"size": size, "width": width, "together": together, "bias": None}
+        constants |= {} if added else {"added": None}
+        warps = norm_and_gate.warps_of(width)
+        check(compiled(rounding._round_norm, types, constants, capability, warps), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES | OLDER)
@@ -427,8 +485,12 @@ def test_programs_that_are_started_early_wait_before_they_read(
     for in_one in (False, True):
         attention(capability, torch.bfloat16, 128, 4, prompts=False, in_one=in_one)
     few_rows_product(capability, 1, norm="rms", gated=True)
-    types = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"eps": "fp32", "size": "i32"}
-    early(norm_and_gate._norm, types, {"size": 4096, "width": 4096, "centred": False}, capability, 8)
+    types = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | dict.fromkeys(("eps", "factor"), "fp32")
+    types |= dict.fromkeys(("size", "x_row", "x_head"), "i32")
+    constants = {"size": 4096, "width": 4096, "centred": False, "heads": 1, "residual": None}
+    early(norm_and_gate._norm, types, constants, capability, 8)
+    for kernel, own, sizes in routing_kernels(torch.bfloat16):
+        early(kernel, own, sizes, capability, 4)
     early(norm_and_gate._activate, types, {"at_once": 1024, "activation": "silu", "gated": True}, capability, 4)
     for program in made:
         check(program, capability, tmp_path)

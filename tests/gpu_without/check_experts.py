@@ -1,5 +1,8 @@
 """The products of a mixture's experts for GPUs, in the interpreter, against those of `transformers`."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,12 +10,15 @@ from torch import Tensor
 from tests.gpu_without.check_kernels import ERROR, products_of_bfloat16  # noqa: F401
 from tests.tiny_models import build
 from tests.unit.engine.linear.test_quantized import random_weight
+from tgi_server.engine.backends.cuda_parts import route
+from tgi_server.engine.backends.layer_parts import routed
 from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
-from tgi_server.engine.kernels.triton import grouped_gemm
+from tgi_server.engine.kernels.triton import grouped_gemm, routing
 from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups, multiply_groups
 from tgi_server.engine.linear import grouped_experts
 from tgi_server.engine.linear.grouped_experts import GroupedExperts, GroupedQuantizedExperts, group_experts
+from tgi_server.engine.models.spec import MixtureSpec
 
 EXPERTS, INPUTS, OUTPUTS = 5, 70, 90
 
@@ -38,6 +44,71 @@ def test_each_row_is_multiplied_by_the_weight_of_its_expert(tokens: int, dtype: 
     wanted = products(rows, 0 * bias) * shares[:, None]
     actual = multiply_groups(rows[groups.order], weights, None, groups, shares=shares)
     torch.testing.assert_close(actual.float(), wanted, rtol=ERROR[dtype], atol=2 * ERROR[dtype])
+
+
+ROUTERS: dict[str, tuple[int, MixtureSpec]] = {
+    "softmax": (8, MixtureSpec(chosen=2)),
+    "softmax, not normalised": (60, MixtureSpec(chosen=4, normalised=False)),
+    "sigmoid, bias, groups": (
+        256,
+        MixtureSpec(chosen=8, sigmoid=True, bias="bias", groups=8, chosen_groups=4, group_scores=2, factor=2.5),
+    ),
+    "groups of no power of two": (120, MixtureSpec(chosen=6, groups=6, chosen_groups=3, normalised=False, factor=16.0)),
+    "factors": (128, MixtureSpec(chosen=8, factors="factors")),
+    "one of few": (3, MixtureSpec(chosen=1, sigmoid=True, normalised=False)),
+    "all": (4, MixtureSpec(chosen=4)),
+}
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_token_has_the_experts_that_plain_torch_chooses(kind: str, dtype: torch.dtype) -> None:
+    experts, spec = ROUTERS[kind]
+    mixture = SimpleNamespace(bias=torch.randn(experts) / 4, factors=torch.rand(experts).bfloat16())
+    layer: Any = SimpleNamespace(spec=SimpleNamespace(mixture=spec), mixture=mixture)
+    logits = torch.randn(9, experts)
+    wanted, wanted_shares = routed(layer, logits)
+    chosen, shares = route(layer, logits, dtype)
+    assert torch.equal(chosen, wanted)
+    assert shares.dtype is dtype
+    torch.testing.assert_close(shares.float(), wanted_shares, rtol=ERROR[dtype] / 4, atol=1e-6)
+
+
+def test_of_equal_experts_the_first_are_chosen_and_none_of_nan_is_out_of_reach() -> None:
+    layer: Any = SimpleNamespace(spec=SimpleNamespace(mixture=MixtureSpec(chosen=3)), mixture=None)
+    equal, _ = route(layer, torch.zeros(2, 7), torch.float32)
+    assert equal.tolist() == [[0, 1, 2]] * 2
+    chosen, _ = route(layer, torch.full((2, 7), torch.nan), torch.float32)
+    assert chosen.max() < 7
+
+
+@pytest.mark.parametrize(("experts", "of_token", "tokens"), [(5, 2, 3), (256, 8, 9), (160, 6, 400), (8, 1, 1)])
+def test_rows_are_sorted_by_their_experts(experts: int, of_token: int, tokens: int) -> None:
+    chosen = torch.randint(experts // 2, (tokens, of_token)) * 2  # others have no rows
+    order, starts, tile_ends = routing.grouped_rows(chosen, experts, 16)
+    ordered, wanted = chosen.flatten().sort(stable=True)
+    assert torch.equal(order, wanted)
+    assert torch.equal(starts, torch.searchsorted(ordered, torch.arange(experts + 1), out_int32=True))
+    assert torch.equal(tile_ends, ((starts.diff() + 15) // 16).cumsum(0, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("given", ["experts", "shared", "gate", "residual", "all"])
+def test_what_experts_give_is_summed(given: str, dtype: torch.dtype) -> None:
+    outputs, shared, residual = torch.randn(3, 4, 1100), torch.randn(3, 1100), torch.randn(3, 1100)
+    outputs, shared, residual, gate = (each.to(dtype) for each in (outputs, shared, residual, torch.randn(3, 1)))
+    wanted = outputs.float().sum(1)
+    if given in ("shared", "gate", "all"):
+        wanted = wanted + shared.float() * (1 if given == "shared" else gate.float().sigmoid())
+    if given in ("residual", "all"):
+        wanted = wanted + residual.float()
+    actual = routing.summed(
+        outputs,
+        shared if given in ("shared", "gate", "all") else None,
+        gate if given in ("gate", "all") else None,
+        residual if given in ("residual", "all") else None,
+    )
+    torch.testing.assert_close(actual.float(), wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -117,7 +188,7 @@ def test_inputs_in_any_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_experts, "_waits", lambda _: True)
-    monkeypatch.setattr(GroupedExperts, "forward", lambda experts, hidden, *_: hidden)
+    monkeypatch.setattr(GroupedExperts, "outputs", lambda experts, hidden, *_: hidden.unsqueeze(1))
     model = build("mixtral")
     (fallback,) = group_experts(model, torch.float32)
     assert "the kernel of experts is off by" in fallback

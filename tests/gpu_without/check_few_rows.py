@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tests.unit.engine.kernels.cpu.ops.test_norm_rope_gate import ACTIVATIONS
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.backends.cuda import CudaBackend
 from tgi_server.engine.backends.cuda_model import CudaModel
-from tgi_server.engine.backends.probe import long_logits
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.engine.errors import UnsupportedModel
@@ -117,29 +115,6 @@ def test_models_compute_the_same(architecture: str, monkeypatch: pytest.MonkeyPa
     assert {"_multiply_few", "_attend_in_one"} <= set(launches.names)
     assert ("_turns" in launches.names) == bool(proved.decoder.ropes)
     assert None not in proved._scalings
-
-
-@pytest.mark.parametrize(("architecture", "most"), [("deepseek_v3", 54), ("minicpm3", 35)])
-def test_layers_with_latents_launch_few_kernels(architecture: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(architecture)
-    proved = CudaBackend(model, EngineConfig(Path("/nowhere"))).create_model(
-        family_of(model.config), spec_of(model.config)
-    )
-    assert isinstance(proved, CudaModel)
-    counted: list[int] = []
-    compute = CudaModel._layer
-
-    def watched(model: CudaModel, layer: Any, residual: torch.Tensor, step: Any) -> torch.Tensor:
-        with monkeypatch.context() as patch, Launches(patch) as launches:
-            output = compute(model, layer, residual, step)
-        if not step.metadata.chunks:
-            counted.append(len(launches.names))
-        return output
-
-    monkeypatch.setattr(CudaModel, "_layer", watched)
-    long_logits(proved, 12)
-    assert len(counted) == len(proved.decoder.layers)
-    assert max(counted) <= most
 
 
 def test_a_variant_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Every kernel in Triton's interpreter against plain torch. TRITON_INTERPRET has to be 1 before Triton is imported."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,18 @@ from tgi_server.engine.backends.attention.base import (
     AttentionVariant,
     ForwardMetadata,
     KVShape,
+    Latents,
     rotate,
     rotate_pairs,
 )
 from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat, decode, encode
+from tgi_server.engine.backends.decoder import Norm
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.kernels.triton import QueryTiles, rope_and_cache, split_kv
+from tgi_server.engine.kernels.triton.latents import LatentNorm
 from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -258,3 +263,52 @@ def test_latents(heads: int, row_tokens: int, chunk: int, dtype: torch.dtype, pr
     instance = LatentAttention(KVShape((1,), 48, value_dim=12), torch.device("cpu"), dtype)
     actual, wanted = run_latents(instance, heads, [row_tokens, 7, 33, 300], row_tokens, chunk)
     torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("interleaved", [None, False, True])
+@pytest.mark.parametrize(("queries", "rotated"), [(0, 16), (40, 8)])
+def test_latents_are_normalised_turned_and_written_in_one_kernel(
+    queries: int, rotated: int, interleaved: bool | None, dtype: torch.dtype
+) -> None:
+    """interleaved: None: nothing is turned. Queries are turned where sequences attend."""
+    rank, tokens, heads, size = 48, 4, 6, 16
+    instance = LatentAttention(KVShape((1,), rank, value_dim=rotated), torch.device("cpu"), dtype)
+    instance.allocate(9)
+    joined = torch.randn(tokens, (queries or 24) + rank + rotated).to(dtype)
+    query, latent, turned = joined.split((joined.shape[1] - rank - rotated, rank, rotated), 1)
+    norms = [Norm(1 + torch.randn(width).to(dtype) / 4, None, 1e-5, False) for width in (query.shape[1], rank)]
+    of_queries, of_keys = (LatentNorm(norm.weight, norm.eps) for norm in norms)
+    angles = torch.randn(tokens, rotated // 2).repeat(1, 2)
+    tables = (angles.cos().to(dtype), angles.sin().to(dtype)) if interleaved is not None else None
+    turn = rotate_pairs if interleaved else rotate
+    slots, lengths = torch.tensor([33, 64, 5 * 32 + 7, 7 * 32]), torch.tensor([2, 1, 40, 33], dtype=torch.int32)
+    blocks = torch.tensor([[1, 0], [2, 0], [4, 5], [6, 7]], dtype=torch.int32)
+    metadata = ForwardMetadata(slots, blocks, lengths, torch.arange(5, dtype=torch.int32), tokens, [], 40)
+    for caches in (instance._keys[0], instance._values[0]):
+        caches.copy_(torch.randn(caches.shape))
+    own = instance.write_joined(
+        0, joined, of_queries if queries else None, of_keys, tables, metadata, interleaved=bool(interleaved)
+    )
+    close = {"rtol": ERROR[dtype], "atol": ERROR[dtype]}
+    if queries:
+        torch.testing.assert_close(own, norms[0](query), **close)
+    torch.testing.assert_close(instance._keys[0].flatten(0, 2)[slots], norms[1](latent), **close)
+    wanted = turned if tables is None else turn(turned.float(), *(each.float() for each in tables)).to(dtype)
+    torch.testing.assert_close(instance._values[0].flatten(0, 2)[slots], wanted, **close)
+
+    given = torch.randn(tokens, heads, size + rotated).to(dtype)
+    weights = [(torch.randn(heads, *shape) / 8).to(dtype) for shape in ((size, rank), (rank, 24))]
+    variant = AttentionVariant(0.1, latents=Latents(*weights))
+    actual = instance.attend_turning(0, given, tables, metadata, variant, interleaved=bool(interleaved))
+    last = given[..., size:]
+    if tables is not None:
+        last = turn(last.float(), *(each.float()[:, None] for each in tables)).to(dtype)
+    plain = GatherAttention(instance.shape, torch.device("cpu"), torch.float32)
+    plain.block_size = instance.block_size
+    plain.allocate(9)
+    for kept, cache in zip((plain._keys[0], plain._values[0]), (instance._keys[0], instance._values[0]), strict=True):
+        kept.copy_(cache)
+    exact = replace(variant, latents=Latents(*(each.float() for each in weights)))
+    expected_output = plain.attend(0, torch.cat([given[..., :size], last], 2).float(), metadata, exact)
+    torch.testing.assert_close(actual.float(), expected_output, **close)

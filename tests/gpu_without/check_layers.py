@@ -14,7 +14,7 @@ from tests.unit.engine.backends.test_cpu import IN_ONE_CALL
 from tests.unit.engine.kernels.cpu.ops.test_norm_rope_gate import ACTIVATIONS
 from tests.unit.engine.probed import by_spec, probed
 from tgi_server.engine import EngineConfig
-from tgi_server.engine.backends import PassInput, probe
+from tgi_server.engine.backends import PassInput, cuda_model, probe
 from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
@@ -24,6 +24,7 @@ from tgi_server.engine.backends.lora import AdapterRows, TorchLora
 from tgi_server.engine.backends.probe import LogitsProbe, long_logits
 from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.kernels.triton import norm_and_gate, split_kv
+from tgi_server.engine.linear import grouped_experts
 from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.loaded import _delta
 from tgi_server.engine.models.families import family_of, spec_of
@@ -31,6 +32,8 @@ from tgi_server.engine.runners.hidden_states import HiddenStates
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MOST_KERNELS = 12
+# Of a layer in a step in which sequences decode; `to.dtype`, once or twice, launches nothing in float32.
+MIXTURES_AND_LATENTS = {"deepseek_v3": 23, "deepseek_v2": 22, "glm4_moe_lite": 23, "minicpm3": 15, "qwen3_moe": 18}
 # Operations of torch that launch nothing: they make tensors, or other views of them.
 SILENT = ("empty", "new_empty", "view", "split", "slice", "select", "unsqueeze", "t", "transpose", "flatten")
 
@@ -52,9 +55,15 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
     actual = norm_and_gate.layer_norm(x, weight, bias, 1e-5).float()
     torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
     wanted = torch.nn.functional.rms_norm(x.float(), (size,), weight.float(), 1e-5)
+    residual, heads = torch.randn(3, size).to(dtype), torch.randn(3, 5, size).to(dtype)[:, :2]
     for scale in (weight, weight.float()):
         actual = norm_and_gate.rms_norm(x, scale, 1e-5).float()
         torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
+        actual = norm_and_gate.rms_norm(x, scale, 1e-5, residual, 0.5).float()
+        torch.testing.assert_close(actual, residual + wanted / 2, rtol=ERROR[dtype], atol=2 * ERROR[dtype])
+        actual = norm_and_gate.rms_norm(heads, scale, 1e-5)
+        known = norm_and_gate.rms_norm(heads.contiguous(), scale, 1e-5)
+        torch.testing.assert_close(actual, known, rtol=0, atol=0)
     if dtype is torch.float16:  # bfloat16 is cut off by Triton's interpreter, not rounded
         once = (torch.nn.functional.rms_norm(x.float(), (size,), None, 1e-5) * weight.float()).to(dtype)
         torch.testing.assert_close(
@@ -147,6 +156,53 @@ def test_a_model_of_fused_layers_has_few_kernels(architecture: str, monkeypatch:
     for names in counted[1 :: len(model.decoder.layers)]:
         beside_prompts = 2 * (names.count("_attend_part") - 1)  # attention of rows that decode, and its joining
         assert len(names) <= MOST_KERNELS + beside_prompts, " ".join(names)
+
+
+def counted(proved: CudaModel, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Returns the kernels of each layer in a step in which sequences decode."""
+    found: list[list[str]] = []
+    compute = CudaModel._layer
+
+    def watched(model: CudaModel, layer: Any, residual: torch.Tensor, step: Any) -> torch.Tensor:
+        with monkeypatch.context() as patch, Launches(patch) as launches:
+            output = compute(model, layer, residual, step)
+        if not step.metadata.chunks:
+            found.append(launches.names)
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaModel, "_layer", watched)
+        long_logits(proved, 12)
+    assert len(found) == len(proved.decoder.layers)
+    return found
+
+
+@pytest.mark.parametrize(("architecture", "most"), MIXTURES_AND_LATENTS.items())
+def test_layers_of_latents_and_mixtures_have_few_kernels(
+    architecture: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer also plans, for all; the last of these families have a mixture."""
+    monkeypatch.setattr(grouped_experts, "_waits", lambda _: True)
+    proved, _ = fused(architecture)
+    names = counted(proved, monkeypatch)[-1]
+    assert len(names) <= most, " ".join(names)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "what"),
+    [("fault_of_routing", "experts are chosen"), ("fault_of_latents", "latents are written")],
+)
+def test_parts_whose_kernels_are_wrong_stay_in_plain_torch(
+    kernel: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = LogitsProbe(by_spec(build("deepseek_v3")), long=True)
+    monkeypatch.setattr(cuda_model, kernel, lambda *_, **__: "the kernel is off by 1")
+    model = build("deepseek_v3")
+    backend = CudaBackend(model, EngineConfig(Path("/nowhere")))
+    proved = backend.create_model(family_of(model.config), spec_of(model.config))
+    assert isinstance(proved, CudaModel)
+    assert backend.fallbacks == [f"{what} in plain torch, which is slower: the kernel is off by 1"]
+    assert before.fault(proved, "fused layers") is None
 
 
 def test_layers_that_compute_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,8 @@ class CudaBackend(PlainBackend):
             fault = probe.fault(fused, "fused layers", max(self._linear.rounding, _ROUNDING))
             if fault is None:
                 self._kind = CudaModel
+                for fallback in fused.fallbacks:
+                    self._fall_back(fallback)
                 return fused
         self._fall_back(f"decoder layers are not fused, which is slow: {fault}")
         return reference

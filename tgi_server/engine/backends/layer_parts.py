@@ -82,7 +82,7 @@ class LayerParts(PagedModel):
         assert spec is not None
         of_router = self._normed(norms["router_norm"], residual) if "router_norm" in norms else x
         of_experts = self._normed(norms["mixture_norm"], residual) if "mixture_norm" in norms else x
-        chosen, shares = _choose(layer, of_router, rows)
+        chosen, shares = self._chosen(layer, of_router, rows)
         shares = shares.to(x.dtype)
         experts, down, group = layer.mixture.experts, layer.linears.get("down"), None
         normed_apart = "mixed_norm" in norms or "shared_norm" in norms
@@ -104,6 +104,21 @@ class LayerParts(PagedModel):
         gate = layer.linears.get("shared_gate")
         output = output + (shared if gate is None else gate.adapted(x, rows).sigmoid() * shared)
         return output if group is None else group.all_reduce(output.contiguous())
+
+    def _chosen(self, layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> tuple[Tensor, Tensor]:
+        """Returns the experts of each token, and what their outputs are multiplied by: [tokens, experts of a token]."""
+        return routed(layer, self._router_logits(layer, x, rows))
+
+    def _router_logits(self, layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> Tensor:
+        """Returns the logits of a layer's router, [tokens, experts]."""
+        assert layer.spec.mixture is not None
+        router = router_of(layer)
+        x = x.float() if layer.spec.mixture.wide else x
+        if isinstance(router, PackedLinear):
+            logits: Tensor = router.adapted(x, rows)
+            return logits
+        bias = getattr(router, "bias", None)
+        return linear(x, router.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _attend_to_latents(self, layer: DecoderLayer, x: Tensor, variant: AttentionVariant, step: LayerPass) -> Tensor:
         """Returns the input of the output projection, [tokens, heads * value_size].
@@ -256,17 +271,13 @@ def _variant(layer: DecoderLayer) -> AttentionVariant | None:
     return replace(layer.variant, latents=layer.latents.weights())
 
 
-def _choose(layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> tuple[Tensor, Tensor]:
-    """Returns the experts of each token, and their shares in float32: [tokens, experts of a token] each."""
+def routed(layer: DecoderLayer, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the experts of each token, and their shares in float32: [tokens, experts of a token] each.
+
+    logits: of the router, [tokens, experts].
+    """
     spec, mixture = layer.spec.mixture, layer.mixture
     assert spec is not None
-    router: Any = operator.attrgetter(spec.router)(mixture)
-    x = x.float() if spec.wide else x
-    if isinstance(router, PackedLinear):
-        logits = router.adapted(x, rows)
-    else:
-        bias = getattr(router, "bias", None)
-        logits = linear(x, router.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     scores = logits.float().sigmoid() if spec.sigmoid else logits.float().softmax(-1)
     ranks = scores if spec.bias is None else scores + operator.attrgetter(spec.bias)(mixture).float()
     if spec.groups > 1:
@@ -274,7 +285,7 @@ def _choose(layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> tuple[T
         best = groups.topk(spec.group_scores, -1).values.sum(-1).topk(spec.chosen_groups, -1).indices
         hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False).unsqueeze(2)
         ranks = groups.masked_fill(hidden, float("-inf")).flatten(1)
-    chosen = ranks.topk(spec.chosen or router.top_k, -1).indices
+    chosen = ranks.topk(spec.chosen or router_of(layer).top_k, -1).indices
     shares = scores.gather(1, chosen)
     if spec.normalised:
         shares = shares / shares.sum(-1, keepdim=True)
@@ -282,6 +293,12 @@ def _choose(layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> tuple[T
     if spec.factors is not None:
         shares = shares * operator.attrgetter(spec.factors)(mixture).float()[chosen]
     return chosen, shares
+
+
+def router_of(layer: DecoderLayer) -> Any:
+    """Returns the router of a layer with a mixture: a PackedLinear, or a module of `transformers`."""
+    assert layer.spec.mixture is not None
+    return operator.attrgetter(layer.spec.mixture.router)(layer.mixture)
 
 
 def _of_magnitude(x: Tensor, like: Tensor) -> Tensor:

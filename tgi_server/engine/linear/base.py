@@ -17,12 +17,14 @@ class PackedLinear(nn.Module):
     weight: [out_features, in_features]; the layer keeps no reference to it. bias: [out_features].
     kernels: which kernel computes how many rows, where the layer has several.
     rounding: how much this kind of layer may change a model's logits, relative to their norm. few_rows: the most rows
-    for which the layer has a method `fused`, which also normalises x and applies an activation or a gate to y. lora:
-    the LoRA deltas of rows that have an adapter, an AdaptedLinear; None: there are none.
+    for which the layer has a method `fused`, which also normalises x and applies an activation or a gate to y.
+    rounds_inputs: the layer has methods `of_norm` and `of_activated`, in which the kernel that rounds x also normalises
+    it, or computes it. lora: the LoRA deltas of rows that have an adapter, an AdaptedLinear; None: there are none.
     """
 
     rounding = 0.0
     few_rows = 0
+    rounds_inputs = False
     lora: Any = None
     weight: Tensor
 

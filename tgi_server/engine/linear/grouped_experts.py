@@ -1,6 +1,7 @@
 """The experts of a mixture on a GPU, in two grouped GEMMs: the host need not know which token chose which expert."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -61,8 +62,30 @@ def _replaced(
     return []
 
 
-class GroupedExperts(nn.Module):
-    """Takes the place of a layer's experts, with the same weights. `gate_up_proj` may have no gate."""
+class Grouped(nn.Module):
+    """Takes the place of a layer's experts.
+
+    gated: between the two products there is a gate, and not an activation alone. activate: computes it.
+    """
+
+    gated: bool
+    activate: Callable[[Tensor], Tensor]
+
+    @abstractmethod
+    def outputs(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Returns the outputs of each token's experts, [tokens, experts of a token, hidden_size], times their shares.
+
+        hidden: [tokens, hidden_size]. chosen: the experts of each token, [tokens, experts of a token] int64. shares:
+        the same shape.
+        """
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Returns the sum of each token's experts' outputs, [tokens, hidden_size]. The arguments: as `outputs` has."""
+        return self.outputs(hidden, chosen, shares).sum(1)
+
+
+class GroupedExperts(Grouped):
+    """Computes with the weights of the experts of `transformers`. `gate_up_proj` may have no gate."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -71,13 +94,10 @@ class GroupedExperts(nn.Module):
         for name, own in zip(_BIASES, (f"{first}_bias", "down_proj_bias"), strict=True):  # [experts, outputs], or None
             self.register_parameter(name, getattr(experts, own, None))
         self.is_transposed = experts.is_transposed
-        self._activate = experts._apply_gate if experts.has_gate else experts.act_fn
+        self.gated = experts.has_gate
+        self.activate = experts._apply_gate if experts.has_gate else experts.act_fn
 
-    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Returns the sum of each token's experts' outputs, [tokens, hidden_size], for inputs of the same shape.
-
-        chosen: the experts of each token, [tokens, experts of a token] int64. shares: their weights, the same shape.
-        """
+    def outputs(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups, multiply_groups
 
         gate_up, down = self.gate_up_proj, self.down_proj
@@ -87,8 +107,8 @@ class GroupedExperts(nn.Module):
         groups = RowGroups.of(chosen, len(down), hidden.element_size())
         biases = [getattr(self, name) for name in _BIASES]
         widened = multiply_groups(hidden, gate_up, biases[0], groups, of_token)
-        outputs = multiply_groups(self._activate(widened), down, biases[1], groups, shares=shares.flatten().float())
-        return outputs.view(len(hidden), of_token, -1).sum(1)
+        outputs = multiply_groups(self.activate(widened), down, biases[1], groups, shares=shares.flatten())
+        return outputs.view(len(hidden), of_token, -1)
 
 
 def _waits(weight: Tensor) -> bool:
@@ -149,20 +169,19 @@ def _order_of(weight: QuantizedWeight) -> Tensor:
     return weight.groups.argsort(stable=True)
 
 
-class GroupedQuantizedExperts(nn.Module):
-    """Takes the place of a layer's experts, whose weights stay quantized. dtype: of the model."""
+class GroupedQuantizedExperts(Grouped):
+    """Computes with weights that stay quantized. dtype: of the model."""
 
     def __init__(self, experts: Experts, dtype: torch.dtype) -> None:
         super().__init__()
-        self._gate = experts._gate
+        self.gated, self.activate = bool(experts._stacked[0].has_gate), experts._gate
         self._experts = len(experts.down)
         self.gate_up = _AllExperts(cast(Any, experts.gate_up), dtype)
         self.down = _AllExperts([[layer] for layer in cast(Any, experts.down)], dtype)
         for name in _BIASES:
             self.register_parameter(name, getattr(experts, name))
 
-    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Returns the sum of the experts' outputs, as `GroupedExperts.forward` does."""
+    def outputs(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups
         from tgi_server.engine.kernels.triton.w4a16_gemm import DENSE_ROWS
 
@@ -171,8 +190,8 @@ class GroupedQuantizedExperts(nn.Module):
         rows = RowGroups.of(chosen, self._experts, hidden.element_size(), quantized=not dense)
         biases = [getattr(self, name) for name in _BIASES]
         widened = self.gate_up(hidden, biases[0], rows, of_token, dense=dense)
-        outputs = self.down(self._gate(widened), biases[1], rows, shares=shares.flatten().float(), dense=dense)
-        return outputs.view(len(hidden), of_token, -1).sum(1)
+        outputs: Tensor = self.down(self.activate(widened), biases[1], rows, shares=shares.flatten(), dense=dense)
+        return outputs.view(len(hidden), of_token, -1)
 
 
 class _AllExperts(nn.Module):

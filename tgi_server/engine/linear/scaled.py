@@ -8,7 +8,7 @@ from torch import Tensor
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
 from tgi_server.engine.kernels.triton import variants
 from tgi_server.engine.kernels.triton.few_rows import MOST_ROWS_FP8, arrivals, multiply_few
-from tgi_server.engine.kernels.triton.fp8 import rounded
+from tgi_server.engine.kernels.triton.rounding import Rounded, rounded, rounded_norm
 from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
 
@@ -21,6 +21,8 @@ class ScaledLinear(PackedQuantized):
 
     x and y are bfloat16, which is all that torch's product with such scales gives.
     """
+
+    rounds_inputs = True
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         self._codes, self._scales = weight.codes.contiguous(), weight.scales.T.contiguous()
@@ -39,17 +41,31 @@ class ScaledLinear(PackedQuantized):
         rows = x.reshape(-1, self.in_features).contiguous()
         if 0 < len(rows) <= self.few_rows:
             return self.fused(rows).view(*x.shape[:-1], self.out_features)
-        codes, scales = rounded(rows, self._together, _LEAST_ROWS)
+        y = self._product(rounded(rows, self._together, _LEAST_ROWS))
+        return y[: len(rows)].view(*x.shape[:-1], self.out_features)
+
+    def of_norm(
+        self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        inputs, total = rounded_norm(x, added, weight, bias, eps, self._together, _LEAST_ROWS)
+        return self._product(inputs)[: len(x)], total
+
+    def of_activated(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
+        return self._product(rounded(x, self._together, _LEAST_ROWS, activation, gated=gated))[: len(x)]
+
+    def _product(self, inputs: Rounded) -> Tensor:
+        """Returns y, [rows, out_features], those included that inputs were given only to be enough."""
+        codes, scales = inputs
         # Sums stay in the tensor cores, of whose bits they have fewer than float32; inputs have fewer still. Those of
         # blocks leave them to be scaled.
         in_blocks = self._together is not None
         bias = None if in_blocks else self._bias
         y = torch._scaled_mm(
-            codes, self._codes.t(), scales, self._scales, bias, out_dtype=x.dtype, use_fast_accum=not in_blocks
+            codes, self._codes.t(), scales, self._scales, bias, out_dtype=torch.bfloat16, use_fast_accum=not in_blocks
         )
         if in_blocks and self._bias is not None:
             y += self._bias
-        return y[: len(rows)].view(*x.shape[:-1], self.out_features)
+        return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         if 0 < len(x) <= self.few_rows:

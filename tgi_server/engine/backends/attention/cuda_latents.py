@@ -1,8 +1,9 @@
-"""Attention over latents on CUDA: sequences that decode by a Triton kernel, prompts in plain torch."""
+"""Attention over latents on CUDA: sequences that decode, and the writing, by Triton kernels; prompts in plain torch."""
 
 from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +13,11 @@ from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.latents import attend_to_latents
 from tgi_server.engine.kernels.triton import QueryTiles, device_fault
 
+if TYPE_CHECKING:
+    from tgi_server.engine.kernels.triton.latents import LatentNorm
+
 _MOST_RANK = 512
+Rotation = tuple[Tensor, Tensor]
 
 
 class LatentAttention(GatherAttention):
@@ -45,8 +50,42 @@ class LatentAttention(GatherAttention):
             return "the kernel has no index of sparse attention"
         return None
 
+    def write_joined(
+        self,
+        layer: int,
+        joined: Tensor,
+        of_queries: "LatentNorm | None",
+        of_keys: "LatentNorm",
+        rotation: Rotation | None,
+        metadata: ForwardMetadata,
+        *,
+        interleaved: bool,
+    ) -> Tensor:
+        """Normalises and turns what a layer caches, and puts it into its slots. Returns the normalised queries.
+
+        joined: queries, latents and the parts that are turned, [tokens, outputs]. rotation: cosine and sine, [tokens,
+        rotated] each; None: nothing is turned. The others are those of `kernels.triton.latents.write_latents`.
+        """
+        from tgi_server.engine.kernels.triton.latents import write_latents
+
+        caches, slots = (self._keys[layer], self._values[layer]), metadata.slots
+        rotated = self._values[layer].shape[3]
+        return write_latents(joined, of_queries, of_keys, rotation, *caches, slots, rotated, interleaved=interleaved)
+
+    def attend_turning(
+        self,
+        layer: int,
+        query: Tensor,
+        rotation: Rotation | None,
+        metadata: ForwardMetadata,
+        variant: AttentionVariant,
+        *,
+        interleaved: bool,
+    ) -> Tensor:
+        """Does what `attend` does for sequences that decode, whose queries' last elements are turned by `rotation`."""
+        return self._attend_rows(variant.source(layer), query, metadata, variant, rotation, interleaved=interleaved)
+
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        assert variant.latents is not None
         layer = variant.source(layer)
         rows = metadata.decoding * metadata.row_tokens
         decoded = self._attend_rows(layer, query[:rows], metadata, variant) if rows else None
@@ -54,25 +93,45 @@ class LatentAttention(GatherAttention):
             return decoded
         return attend_to_latents(self._gathered, layer, self.block_size, query, metadata, variant, decoded)
 
-    def _attend_rows(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        """Returns what the rows that decode attend to, [tokens, heads, value_dim]."""
+    def _attend_rows(
+        self,
+        layer: int,
+        query: Tensor,
+        metadata: ForwardMetadata,
+        variant: AttentionVariant,
+        rotation: Rotation | None = None,
+        *,
+        interleaved: bool = False,
+    ) -> Tensor:
+        """Returns what the rows that decode attend to, [tokens, heads, value_dim], contiguous."""
         from tgi_server.engine.kernels.triton.latents import LatentShape, attend_latents
         from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
         latents = variant.latents
         assert latents is not None
         size = latents.keys.shape[1]
-        heads = query.shape[1]
+        tokens, heads, _ = query.shape
         tiles = metadata.made("latent tiles", partial(tiles_of_rows, metadata))
         shape = LatentShape.of(heads, query.element_size(), query.device)
         groups, key_tile = heads // shape.group, shape.key_tile
         plan = metadata.made(("latent plan", groups, key_tile), partial(plan_parts, tiles, groups, key_tile, 0))
-        in_latents = torch.einsum("thd,hdr->thr", query[..., :size], latents.keys)
-        caches = self._keys[layer], self._values[layer]
+        in_latents = torch.bmm(query[..., :size].transpose(0, 1), latents.keys).transpose(0, 1)
         attended = attend_latents(
-            in_latents, query[..., size:], *caches, metadata.block_tables, tiles, plan, shape, variant.scaling
+            in_latents,
+            query[..., size:],
+            self._keys[layer],
+            self._values[layer],
+            metadata.block_tables,
+            tiles,
+            plan,
+            shape,
+            variant.scaling,
+            rotation,
+            interleaved=interleaved,
         )
-        return torch.einsum("thr,hrv->thv", attended, latents.values)
+        output = query.new_empty(tokens, heads, latents.values.shape[2])
+        torch.bmm(attended.transpose(0, 1), latents.values, out=output.transpose(0, 1))
+        return output
 
 
 def tiles_of_rows(metadata: ForwardMetadata) -> QueryTiles:

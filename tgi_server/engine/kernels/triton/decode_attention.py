@@ -130,12 +130,12 @@ def _attend_in_one(
     used, own = row < group, tl.zeros([rows], tl.int32) + length - 1
     at = token.to(tl.int64)
     own_query = query + at * query_stride + head[:, None] * head_stride
-    q = turned_pairs(own_query, cosine, sine, at, column[None, :], head_dim, rotated)
+    held = column[None, :] < head_dim
+    q = turned_pairs(own_query, cosine, sine, at, column[None, :], held, rotated, False)
     if item == after - 1:
         at_slot = (slot * kv_heads + kv_head) * head_dim + column[None, :]
-        held = column[None, :] < head_dim
         own_key = key + at * key_stride + kv_head * key_head_stride + tl.zeros([1, 1], tl.int32)
-        k = turned_pairs(own_key, cosine, sine, at, column[None, :], head_dim, rotated)
+        k = turned_pairs(own_key, cosine, sine, at, column[None, :], held, rotated, False)
         v = tl.load(value + at * value_stride + kv_head * value_head_stride + column[None, :], mask=held, other=0.0)
         tl.store(keys + at_slot, kept(k, keys, key_kept_scale, mantissa), mask=held)
         tl.store(values + at_slot, kept(v, values, value_kept_scale, mantissa), mask=held)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi_server.engine.kernels.triton.routing import MOST_GROUPED, grouped_rows
 from tgi_server.engine.kernels.triton.w4a16_gemm import WORDS, bits_of, block_sums, dequantize
 
 # Bytes of dense weights that are made of quantized ones at a time; or those of one expert.
@@ -66,11 +67,14 @@ class RowGroups:
         """chosen: int64 [tokens, experts of a token]. The others are those of GroupTile."""
         rows = chosen.numel()
         tile = GroupTile.of(rows, experts, itemsize, quantized=quantized)
+        most_tiles = min(rows, rows // tile.rows + experts)
+        if rows <= MOST_GROUPED:
+            return cls(*grouped_rows(chosen.contiguous(), experts, tile.rows), tile, most_tiles)
         ordered, order = chosen.flatten().sort(stable=True)
         bounds = torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype)
         starts = torch.searchsorted(ordered, bounds, out_int32=True)
         tile_ends = ((starts.diff() + tile.rows - 1) // tile.rows).cumsum(0, dtype=torch.int32)
-        return cls(order, starts, tile_ends, tile, min(rows, rows // tile.rows + experts))
+        return cls(order, starts, tile_ends, tile, most_tiles)
 
     def of_experts(self, first: int, count: int) -> Self:
         """Returns the rows of `count` experts from the first, at the places where they are."""
@@ -91,7 +95,7 @@ def multiply_groups(
     """Returns the products of rows by their experts' weights, [rows, outputs]; sums are in float32.
 
     x: [tokens, inputs] where `of_token` is the number of rows that a token has, otherwise [rows, inputs] in the groups'
-    order. weights: [experts, outputs, inputs], with any strides. bias: [experts, outputs]. shares: float32 [rows],
+    order. weights: [experts, outputs, inputs], with any strides. bias: [experts, outputs]. shares: [rows],
     factors of the rows, whose products are then where the rows were before they were sorted; None: they stay sorted.
     y: of the result's shape, to write it to.
     """
@@ -215,7 +219,7 @@ def _store_rows(sums, bias, shares, y, expert, place, row, real_rows, output, ou
         sums += tl.load(bias + expert * outputs + output, mask=real_outputs, other=0.0).to(tl.float32)[None, :]
     target = place.to(tl.int64)
     if shares is not None:
-        sums *= tl.load(shares + row, mask=real_rows, other=0.0)[:, None]
+        sums *= tl.load(shares + row, mask=real_rows, other=0.0).to(tl.float32)[:, None]
         target = row
     there = real_rows[:, None] & real_outputs[None, :]
     tl.store(y + target[:, None] * outputs + output[None, :], sums.to(y.dtype.element_ty), mask=there)

@@ -12,27 +12,44 @@ from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wa
 _ACTIVATED_AT_ONCE = 1024
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x, [rows, size], divided by the root mean square of each row and times weight, [size].
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    """Returns x, [..., size], divided by the root mean square of each row and times weight, [size].
 
-    weight: of the dtype of x; or in float32, and the product with it is rounded once.
+    weight: of the dtype of x; or in float32, and the product with it is rounded once. residual: of x's shape; the
+    result is residual + factor * what it would be otherwise.
     """
-    return _normalise(x, weight, weight, eps, centred=False)
+    return _normalise(x, weight, weight, eps, residual, factor, centred=False)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Returns x, [rows, size], with each row's mean at 0 and its deviation at 1, times weight, plus bias, [size]."""
-    return _normalise(x, weight, bias, eps, centred=True)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None, factor: float = 1.0
+) -> Tensor:
+    """Returns x, [..., size], with each row's mean at 0 and its deviation at 1, times weight, plus bias, [size].
+
+    residual, factor: as in `rms_norm`.
+    """
+    return _normalise(x, weight, bias, eps, residual, factor, centred=True)
 
 
-def _normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, centred: bool) -> Tensor:
-    x = x.contiguous()
+def warps_of(width: int) -> int:
+    """Returns how many warps a program has for a row of so many elements."""
+    return 4 if width <= 2048 else 8
+
+
+def _normalise(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None, factor: float, *, centred: bool
+) -> Tensor:
+    if x.dim() not in (2, 3) or x.stride(-1) != 1:
+        x = x.contiguous()
     size = x.shape[-1]
     output = x.new_empty(x.shape)
     width = triton.next_power_of_2(size)
+    heads, strides = 1, (size, 0)
+    if not x.is_contiguous():  # such as queries beside keys, of heads each
+        heads, strides = (1, (x.stride(0), 0)) if x.dim() == 2 else (x.shape[1], x.stride()[:2])
     _norm[x.numel() // size,](
-        x, weight, bias, output, eps, size=size, width=width, centred=centred, num_warps=4 if width <= 2048 else 8,
-        **launch_options(x.device),
+        x, weight, bias, None if residual is None else residual.contiguous(), output, *strides, eps, factor,
+        heads=heads, size=size, width=width, centred=centred, num_warps=warps_of(width), **launch_options(x.device),
     )  # fmt: skip
     return output
 
@@ -55,15 +72,29 @@ def activate(x: Tensor, activation: str, *, gated: bool) -> Tensor:
 
 @triton.jit
 def _norm(
-    x, weight, bias, output, eps, size: tl.constexpr, width: tl.constexpr, centred: tl.constexpr,
-    pdl: tl.constexpr = False,
+    x, weight, bias, residual, output, x_row, x_head, eps, factor,
+    heads: tl.constexpr, size: tl.constexpr, width: tl.constexpr, centred: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
+    """A program has one row; with strides of heads, one head of one."""
     if pdl:
         wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
     real = column < size
-    values = tl.load(x + row * size + column, mask=real, other=0.0).to(tl.float32)
+    kind: tl.constexpr = output.dtype.element_ty
+    own_x = x + row // heads * x_row + row % heads * x_head
+    values = tl.load(own_x + column, mask=real, other=0.0).to(tl.float32)
+    values = normalised(values, weight, bias, eps, column, size, centred, kind)
+    if residual is not None:  # what is added has been rounded
+        values = (values.to(kind).to(tl.float32) * factor).to(kind).to(tl.float32)
+        values += tl.load(residual + row * size + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(output + row * size + column, values.to(kind), mask=real)
+
+
+@triton.jit
+def normalised(values, weight, bias, eps, column, size: tl.constexpr, centred: tl.constexpr, kind: tl.constexpr):
+    """Returns a row, float32, normalised and times its weight. kind: the dtype of what it is made of."""
+    real = column < size
     if centred:
         values = tl.where(real, values - tl.sum(values, 0) / size, 0.0)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
@@ -72,9 +103,9 @@ def _norm(
         values = values * scale.to(tl.float32) + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
     else:
         if scale.dtype != tl.float32:  # `transformers` rounds before it multiplies
-            values = values.to(output.dtype.element_ty).to(tl.float32)
+            values = values.to(kind).to(tl.float32)
         values = values * scale.to(tl.float32)
-    tl.store(output + row * size + column, values.to(output.dtype.element_ty), mask=real)
+    return values
 
 
 @triton.jit

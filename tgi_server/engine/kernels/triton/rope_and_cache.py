@@ -127,12 +127,13 @@ def _turn_and_write(
     real = column < head_dim
     if first < queries:
         x = turned_pairs(
-            query + token * query_token + head * query_head, cosine, sine, token, column, head_dim, rotated
+            query + token * query_token + head * query_head, cosine, sine, token, column, real, rotated, False
         )
         tl.store(turned + (token * queries + head) * head_dim + column, x, mask=real)
     else:
         head -= queries
-        x = turned_pairs(key + token * key_token + head * key_head, cosine, sine, token, column, head_dim, rotated)
+        own_key = key + token * key_token + head * key_head
+        x = turned_pairs(own_key, cosine, sine, token, column, real, rotated, False)
         place = (tl.load(slots + token) * kv_heads + head) * head_dim + column
         tl.store(keys + place, kept(x, keys, key_scale, mantissa), mask=real)
         v = tl.load(value + token * value_token + head * value_head + column, mask=real)
@@ -164,18 +165,8 @@ def _turn(
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, width)[None, :]
     head = (tl.program_id(1) * together + tl.arange(0, together))[:, None]
     real = (head < heads) & (column < size)
-    own_x = x + token * x_token + head * x_head
-    own = tl.load(own_x + column, mask=real, other=0.0)
-    half: tl.constexpr = rotated // 2
-    first, other, angle = column < half, tl.where(column < half, column + half, column - half), column
-    if interleaved:
-        first, other, angle = column % 2 == 0, column ^ 1, column // 2
-    inside = column < rotated
-    beside = tl.load(own_x + other, mask=real & inside, other=0.0).to(tl.float32)
-    c = tl.load(cosine + token * rotated + angle, mask=inside, other=1.0).to(tl.float32)
-    s = tl.load(sine + token * rotated + angle, mask=inside, other=0.0).to(tl.float32)
-    turned = own.to(tl.float32) * c + beside * tl.where(first, -s, s)
-    tl.store(output + (token * heads + head) * size + column, turned.to(own.dtype), mask=real)
+    turned = turned_pairs(x + token * x_token + head * x_head, cosine, sine, token, column, real, rotated, interleaved)
+    tl.store(output + (token * heads + head) * size + column, turned, mask=real)
 
 
 @triton.jit
@@ -187,15 +178,20 @@ def kept(x, cache, scale, mantissa: tl.constexpr):
 
 
 @triton.jit
-def turned_pairs(x, cosine, sine, token, column, head_dim: tl.constexpr, rotated: tl.constexpr):
-    """Returns the elements at x, [heads, 1], with the first `rotated` turned in pairs, in their dtype."""
-    own = tl.load(x + column, mask=column < head_dim, other=0.0)
+def turned_pairs(x, cosine, sine, token, column, real, rotated: tl.constexpr, interleaved: tl.constexpr):
+    """Returns the elements at x, [heads, 1], with the first `rotated` turned in pairs, in their dtype.
+
+    column: [1, elements]. real: those that there are. interleaved: pairs are neighbours.
+    """
+    own = tl.load(x + column, mask=real, other=0.0)
     if rotated == 0:
         return own
     half: tl.constexpr = rotated // 2
+    first, other, angle = column < half, tl.where(column < half, column + half, column - half), column
+    if interleaved:
+        first, other, angle = column % 2 == 0, column ^ 1, column // 2
     inside = column < rotated
-    other = tl.load(x + tl.where(column < half, column + half, column - half), mask=inside, other=0.0)
-    c = tl.load(cosine + token * rotated + column, mask=inside, other=1.0).to(tl.float32)
-    s = tl.load(sine + token * rotated + column, mask=inside, other=0.0).to(tl.float32)
-    s = tl.where(column < half, -s, s)
-    return (own.to(tl.float32) * c + other.to(tl.float32) * s).to(own.dtype)
+    beside = tl.load(x + other, mask=real & inside, other=0.0)
+    c = tl.load(cosine + token * rotated + angle, mask=inside, other=1.0).to(tl.float32)
+    s = tl.load(sine + token * rotated + angle, mask=inside, other=0.0).to(tl.float32)
+    return (own.to(tl.float32) * c + beside.to(tl.float32) * tl.where(first, -s, s)).to(own.dtype)

@@ -1,0 +1,168 @@
+"""The kernels of parts that only some families have, mixtures and latents, each proved when a model is loaded."""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tgi_server.engine import proofs
+from tgi_server.engine.backends.attention.base import rotate, rotate_pairs
+from tgi_server.engine.backends.decoder import DecoderLayer, Norm
+from tgi_server.engine.backends.layer_parts import routed, router_of
+from tgi_server.engine.kernels.triton import norm_and_gate, routing
+from tgi_server.engine.kernels.triton.latents import LatentNorm, write_latents
+from tgi_server.engine.linear import PackedLinear
+from tgi_server.engine.linear.grouped_experts import Grouped
+from tgi_server.engine.memory import HOST
+from tgi_server.engine.models.spec import Activation
+from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel.layers import RowParallel
+
+# Tokens of proofs.
+_TOKENS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureKernels:
+    """How a layer computes its mixture. experts: these have a method `outputs`, if they are `Grouped`. down: of the
+    shared expert, None: there is none. group: sums over the shards, None: there is one. in_16_bits: the router's inputs
+    and weights are multiplied as they are, and summed in float32.
+    """
+
+    experts: Any
+    down: Any
+    group: ShardGroup | None
+    in_16_bits: bool
+
+    @classmethod
+    def of(cls, layer: DecoderLayer, *, in_16_bits: bool) -> "MixtureKernels | None":
+        """Returns how a layer computes its mixture; None for one with norms inside, or that shares its inputs."""
+        spec, experts, down = layer.spec.mixture, getattr(layer.mixture, "experts", None), layer.linears.get("down")
+        inside = {"router_norm", "mixture_norm", "mixed_norm", "shared_norm"} & layer.norms.keys()
+        if spec is None or spec.share_inputs or inside:
+            return None
+        if not isinstance(experts, RowParallel):
+            return None if isinstance(down, RowParallel) else cls(experts, down, None, in_16_bits)
+        if down is None:
+            return cls(experts.inner, None, experts.group, in_16_bits)
+        return cls(experts.inner, down.inner, experts.group, in_16_bits) if isinstance(down, RowParallel) else None
+
+
+def route(layer: DecoderLayer, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Does what `routed` does, by a kernel. dtype: of the shares."""
+    spec, mixture = layer.spec.mixture, layer.mixture
+    assert spec is not None
+    tensors = (None if name is None else operator.attrgetter(name)(mixture) for name in (spec.bias, spec.factors))
+    return routing.route(
+        logits,
+        *tensors,
+        dtype,
+        chosen=spec.chosen or router_of(layer).top_k,
+        sigmoid=spec.sigmoid,
+        groups=spec.groups,
+        chosen_groups=spec.chosen_groups,
+        group_scores=spec.group_scores,
+        normalised=spec.normalised,
+        factor=spec.factor,
+    )
+
+
+def fault_of_routing(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns why the kernels around the products of a layer's experts must not be used; None if they are right."""
+    router, generator = router_of(layer), torch.Generator(device).manual_seed(0)
+    experts = router.out_features if isinstance(router, PackedLinear) else len(router.weight)
+    random = partial(torch.randn, generator=generator, device=device)
+
+    def cases() -> Iterator[proofs.Case]:
+        logits = random(_TOKENS, experts)
+        (chosen, shares), known = route(layer, logits, dtype), routed(layer, logits)
+        empty = torch.zeros_like(logits)
+        yield "in shares", empty.scatter(1, chosen, shares.float()), empty.scatter(1, known[0], known[1])
+        outputs, shared, residual = random(_TOKENS, 3, 64).to(dtype), *random(2, _TOKENS, 64).to(dtype)
+        yield "in sums", routing.summed(outputs, shared, None, residual), outputs.sum(1) + shared + residual
+
+    return proofs.fault_of("the kernel of routing", cases)
+
+
+def fault_of_router(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns why the router's product cannot take 16 bits, whose products float32 has exactly; None if it can."""
+    router: Any = router_of(layer)
+    if device == HOST or dtype is torch.float32 or isinstance(router, PackedLinear) or router.weight.dtype != dtype:
+        return "its inputs or weights are not of 16 bits"
+
+    def cases() -> Iterator[proofs.Case]:
+        x = torch.randn(_TOKENS, router.weight.shape[1], device=device).to(dtype)
+        yield "", router_logits(router, x), linear(x.float(), router.weight.float())
+
+    return proofs.fault_of("the product of the router", cases)
+
+
+def router_logits(router: Any, x: Tensor) -> Tensor:
+    """Returns the products of x by a router's weight, without its bias, [tokens, experts] float32."""
+    return torch.mm(x, router.weight.t(), out_dtype=torch.float32)
+
+
+def use_activation(experts: Grouped, activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+    """Has experts compute their gate or activation by a kernel, if it is the one with this name."""
+    kernel = partial(norm_and_gate.activate, activation=activation, gated=experts.gated)
+
+    def cases() -> Iterator[proofs.Case]:
+        x = 3 * torch.randn(_TOKENS, 64, device=device).to(dtype)
+        yield "", kernel(x), experts.activate(x)
+
+    if proofs.fault_of("the kernel of activations", cases) is None:
+        experts.activate = kernel
+
+
+def latent_norms(layer: DecoderLayer) -> tuple[LatentNorm | None, LatentNorm] | None:
+    """Returns the norms of the queries and of the latents; None if the kernel has no such."""
+    queries, keys = layer.norms.get("query_norm"), layer.norms.get("key_norm")
+    made = [None if norm is None else _latent_norm(norm) for norm in (queries, keys)]
+    if layer.latents is None or layer.spec.index is not None or made[1] is None:
+        return None
+    if (made[0] is None) is ("query" in layer.linears):
+        return None
+    return made[0], made[1]
+
+
+def _latent_norm(norm: Norm) -> LatentNorm | None:
+    if norm.centred or norm.sharded is not None or norm.weight.dim() != 1:
+        return None
+    return LatentNorm(norm.weight, norm.eps)
+
+
+def fault_of_latents(
+    norms: tuple[LatentNorm | None, LatentNorm],
+    layer: DecoderLayer,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    interleaved: bool,
+) -> str | None:
+    """Returns why the kernel must not normalise, turn and write what a layer caches; None if it is right."""
+    latents, (of_queries, of_keys) = layer.latents, norms
+    assert latents is not None
+    rank, rotated = latents.keys[0].out_features, latents.rotated
+    size = 8 if of_queries is None else len(of_queries.weight)
+
+    def cases() -> Iterator[proofs.Case]:
+        joined = torch.randn(_TOKENS, size + rank + rotated, device=device).to(dtype)
+        caches = [torch.zeros(1, _TOKENS, 1, width, dtype=dtype, device=device) for width in (rank, rotated)]
+        slots = torch.arange(_TOKENS, device=device).flip(0)
+        angles = torch.randn(_TOKENS, rotated // 2, device=device).repeat(1, 2)
+        rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+        queries = write_latents(joined, *norms, rotation, *caches, slots, rotated, interleaved=interleaved)
+        query, latent, beside = joined.split((size, rank, rotated), 1)
+        turned = (rotate_pairs if interleaved else rotate)(beside, *rotation)
+        known = [Norm(of_keys.weight, None, of_keys.eps, False)(latent), turned]
+        for cache, wanted in zip(caches, known, strict=True):
+            yield "of latents", cache[0, :, 0].flip(0), wanted
+        if of_queries is not None:
+            yield "of queries", queries, Norm(of_queries.weight, None, of_queries.eps, False)(query)
+
+    return proofs.fault_of("the kernel that writes latents", cases)
