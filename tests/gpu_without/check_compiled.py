@@ -25,6 +25,7 @@ from tgi_server.engine.kernels.triton import (
     rope_and_cache,
     rounding,
     routing,
+    row_places,
     sampling,
     split_kv,
     w4a16_gemm,
@@ -256,6 +257,9 @@ def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
     constants = {"key_tile": 64, "windowed": True, "at_once": split_kv._PLANNED_AT_ONCE}
     constants |= {"most_parts": split_kv.MOST_PARTS, "fewest_key_tiles": split_kv._FEWEST_KEY_TILES}
     check(compiled(split_kv._plan, types, constants, capability, 8), capability, tmp_path)
+    types |= {"positions": "*i64", "slots": "*i64", "tables": INTS, "rows": "i32", "table_stride": "i32"}
+    constants = {"block_size": 32, "at_once": row_places._AT_ONCE}
+    check(compiled(row_places._row_places, types, constants, capability, 4), capability, tmp_path)
     data = ("query", "turned", "key", "value", "cosine", "sine")
     strides = [f"{name}_{part}" for name in ("query", "key", "value") for part in ("token", "head")]
     types = dict.fromkeys(data, "*bf16") | {"slots": "*i64"} | dict.fromkeys(strides, "i32")

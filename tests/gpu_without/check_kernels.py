@@ -20,7 +20,7 @@ from tgi_server.engine.backends.attention.base import (
     rotate,
     rotate_pairs,
 )
-from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.cuda import CudaAttention, fault_of_places
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat, decode, encode
@@ -312,3 +312,17 @@ def test_latents_are_normalised_turned_and_written_in_one_kernel(
     exact = replace(variant, latents=Latents(*(each.float() for each in weights)))
     expected_output = plain.attend(0, torch.cat([given[..., :size], last], 2).float(), metadata, exact)
     torch.testing.assert_close(actual.float(), expected_output, **close)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_the_places_of_rows(rows: int) -> None:
+    tables = torch.randint(1, 999, (rows + 2, 12), dtype=torch.int32)[:rows, :9]
+    positions = torch.randint(0, 9 * 32, (rows,))
+    positions[0] = 9 * 32 - 1
+    instance = backend(2, 32)
+    slots, lengths = instance.row_places(positions, tables)
+    wanted_slots, wanted_lengths = AttentionBackend.row_places(instance, positions, tables)
+    assert (slots.dtype, lengths.dtype) == (wanted_slots.dtype, wanted_lengths.dtype)
+    assert torch.equal(slots, wanted_slots)
+    assert torch.equal(lengths, wanted_lengths)
+    assert fault_of_places(instance) is None

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.backends.attention import flash
 from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
-from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.cuda import CudaAttention, fault_of_places
 from tgi_server.engine.backends.attention.cuda_latents import LatentAttention
 from tgi_server.engine.backends.attention.flash import FlashAttention
 from tgi_server.engine.backends.attention.gather import GatherAttention
@@ -108,6 +108,7 @@ class CudaBackend(PlainBackend):
             elif isinstance(model.attention, FlashAttention):
                 windows = {variant.window for variant in model.variants.values()}
                 fault = fault_of_any(flash.fault_of(model.attention, windows), self.group)
+            fault = fault or fault_of_any(fault_of_places(model.attention), self.group)
             fault = fault or probe.fault(model, kind.__name__)
             if fault is None:
                 break

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
+from tgi_server.engine.backends.attention.base import AttentionBackend, ChunkSpan, ForwardMetadata
 from tgi_server.engine.backends.base import PassInput, TopOnly
 from tgi_server.engine.backends.lora import AdapterRows
 from tgi_server.engine.backends.states import SCRATCH_SLOT
@@ -36,16 +36,16 @@ class PagedBatch:
         rows: int,
         num_blocks: int,
         max_total_tokens: int,
-        block_size: int,
-        device: torch.device,
+        attention: AttentionBackend,
         most_drafted: int = 0,
         *,
         mrope: bool = False,
     ) -> None:
         """num_blocks: KV blocks that sequences may have, ids 1 .. num_blocks. max_total_tokens: of one sequence.
 
-        mrope: rows may have rotary positions that are not their positions.
+        attention: of the blocks. mrope: rows may have rotary positions that are not their positions.
         """
+        block_size, device = attention.block_size, attention.device
         self.num_blocks = num_blocks
         self.max_total_tokens = max_total_tokens
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -56,6 +56,7 @@ class PagedBatch:
         self.drafted = torch.full((rows, most_drafted), NO_TOKEN, dtype=torch.int64, device=device)
         self._ahead = torch.arange(1 + most_drafted, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._one_each = torch.ones(rows, dtype=torch.int32, device=device)
         self._position_offsets = [0] * rows
         self._adapters = [0] * rows  # the same as `adapters`, on the host
         self._rope_deltas = [0] * rows  # the same as `rope_deltas`
@@ -63,6 +64,7 @@ class PagedBatch:
         self.row_slots = torch.full((rows,), SCRATCH_SLOT, dtype=torch.int64, device=device)
         self._passes = 0
         self._rows = 0  # that sequences have
+        self._attention = attention
         self._block_size = block_size
         self._device = device
         self._mrope = mrope
@@ -173,12 +175,13 @@ class PagedBatch:
         any_adapters: the rows may have others when the pass is run again.
         """
         positions, tables = self.positions[:rows], self.block_tables.table[:rows]
-        slots, kv_lengths = self._places(positions, tables)
+        slots, kv_lengths = self._attention.row_places(positions, tables)
         metadata = ForwardMetadata(
             slots=slots,
             block_tables=tables,
             kv_lengths=kv_lengths,
             query_starts=self._row_numbers[: rows + 1],
+            query_counts=self._one_each[:rows],
             decoding=rows,
             chunks=[],
             max_kv_length=self.longest(rows) if longest is None else longest,
@@ -193,7 +196,7 @@ class PagedBatch:
         """Returns the input of a pass in which the first `decoding` rows decode and prompt chunks are computed."""
         prompts = _on_device(chunks, decoding, self._block_size, self._device)
         positions, running = self.positions[:decoding], self.block_tables.table[:decoding]
-        slots, kv_lengths = self._places(positions, running)
+        slots, kv_lengths = self._attention.row_places(positions, running)
         tables = running.new_zeros(decoding + len(chunks), running.shape[1])
         tables[:decoding] = running
         tables[decoding:, : prompts.tables.shape[1]] = prompts.tables
@@ -246,10 +249,6 @@ class PagedBatch:
         if self.state_slots[row] != slot:
             self.state_slots[row] = slot
             self.row_slots[row].fill_(slot)
-
-    def _places(self, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the slot of each row's next token, [rows] int64, and the tokens that it then has, [rows] int32."""
-        return self._slots(positions[:, None], tables).squeeze(1), (positions + 1).to(torch.int32)
 
     def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:
         """Returns the slots of tokens at some positions of each row: [rows, tokens] int64, as positions are."""

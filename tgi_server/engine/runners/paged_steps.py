@@ -62,7 +62,7 @@ class PagedSteps(Runner):
             self._free_slots = list(range(max_batch_size, 0, -1))
         mrope = self.tower is not None and self.tower.mrope
         self._batch = batch = PagedBatch(
-            max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted, mrope=mrope
+            max_batch_size, num_blocks, max_total_tokens, self.model.attention, self.most_drafted, mrope=mrope
         )
         tables = batch.block_tables.table
         rows = batch.tokens, batch.positions, tables, batch.adapters, batch.rope_deltas, batch.row_slots

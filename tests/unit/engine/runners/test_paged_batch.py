@@ -5,6 +5,8 @@ import torch
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import RunningSequence
+from tgi_server.engine.backends.attention.base import KVShape
+from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.base import TopOnly
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.paged_batch import PagedBatch
@@ -15,7 +17,9 @@ BLOCK = 4
 @pytest.fixture
 def batch() -> PagedBatch:
     """Returns a batch whose rows 0 and 1 stand at positions 5 and 2."""
-    batch = PagedBatch(rows=4, num_blocks=9, max_total_tokens=12, block_size=BLOCK, device=torch.device("cpu"))
+    attention = GatherAttention(KVShape((1,), 8), torch.device("cpu"), torch.float32)
+    attention.block_size = BLOCK
+    batch = PagedBatch(rows=4, num_blocks=9, max_total_tokens=12, attention=attention)
     batch.place(0, 5, [3, 7])
     batch.place(1, 2, [4])
     batch.tokens[:2] = torch.tensor([50, 60])
@@ -36,6 +40,7 @@ def test_rows_that_decode_write_behind_their_last_token(batch) -> None:
     assert inputs.metadata.slots.tolist() == [7 * BLOCK + 1, 4 * BLOCK + 2]
     assert inputs.metadata.kv_lengths.tolist() == [6, 3]
     assert inputs.metadata.query_starts.tolist() == [0, 1, 2]
+    assert inputs.metadata.query_counts.tolist() == [1, 1]
     assert inputs.metadata.max_kv_length == 6
     assert inputs.top is None
 

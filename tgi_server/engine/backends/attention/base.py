@@ -79,6 +79,7 @@ class ForwardMetadata:
     block_tables: [sequences, blocks] int32; entries past a sequence's last block are 0.
     kv_lengths: [sequences] int32; tokens in the cache, this pass's own included.
     query_starts: [sequences + 1] int32; index of each sequence's first token in this pass.
+    query_counts: [sequences] int32; the tokens of each sequence in this pass; None: they have to be computed.
     decoding: number of sequences that decode.
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
@@ -102,6 +103,7 @@ class ForwardMetadata:
     ends_in_windows: bool = False
     state_slots: list[int] = field(default_factory=list)
     row_slots: Tensor | None = None
+    query_counts: Tensor | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def ends_of(self, variant: "AttentionVariant") -> Tensor | None:
@@ -227,6 +229,15 @@ class AttentionBackend(ABC):
         for tensor in self.block_tensors():
             storage = tensor.untyped_storage()
             give_back(storage.data_ptr(), storage.nbytes())
+
+    def row_places(self, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the slot of each row's next token, [rows] int64, and the tokens that it then has, [rows] int32.
+
+        positions: [rows] int64; of the tokens. tables: [rows, blocks] int32.
+        """
+        size = self.block_size
+        blocks = tables.gather(1, positions[:, None] // size)[:, 0]
+        return blocks * size + positions % size, (positions + 1).to(torch.int32)
 
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:

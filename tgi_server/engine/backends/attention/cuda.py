@@ -1,6 +1,6 @@
 """Attention on CUDA, for prompts and for sequences that decode, by the engine's own kernels in Triton."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from functools import partial
 from importlib.util import find_spec
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, KVShape
+from tgi_server.engine import proofs
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.errors import UnsupportedModel
@@ -49,6 +50,11 @@ class CudaAttention(GatherAttention):
         if find_spec("triton") is None:
             return "Triton is not installed"
         return device_fault(torch.device("cuda"))
+
+    def row_places(self, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        from tgi_server.engine.kernels.triton.row_places import row_places
+
+        return row_places(positions, tables, self.block_size)
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         from tgi_server.engine.kernels.triton.rope_and_cache import write
@@ -193,6 +199,23 @@ class CudaAttention(GatherAttention):
         return self.kv_format.of(layer), self.kv_format.mantissa
 
 
+def fault_of_places(attention: AttentionBackend) -> str | None:
+    """Returns why `row_places` must not be used; None if it computes what plain torch does."""
+
+    def cases() -> Iterator[proofs.Case]:
+        size = attention.block_size
+        positions = torch.tensor([0, 1, size - 1, size, 3 * size + 5], device=attention.device)
+        tables = torch.arange(5 * 7, dtype=torch.int32, device=attention.device).view(5, 7)
+        found, known = (
+            attention.row_places(positions, tables),
+            AttentionBackend.row_places(attention, positions, tables),
+        )
+        for what, own, other in zip(("of slots", "of lengths"), found, known, strict=True):
+            yield what, own.float(), other.float()
+
+    return proofs.fault_of("the kernel", cases)
+
+
 class Lengths(Enum):
     """Selects the sequences of a pass that a kind of tile is for, by the number of their tokens in it."""
 
@@ -221,6 +244,8 @@ def _tiles(metadata: ForwardMetadata, tokens: int, kind: Lengths) -> QueryTiles:
     """
     starts, kv_lengths = metadata.query_starts, metadata.kv_lengths
     lengths = starts.diff() if metadata.row_tokens > 1 or metadata.chunks else None
+    if lengths is None and metadata.query_counts is not None:
+        return QueryTiles(starts[:-1], metadata.query_counts, kv_lengths, starts[:-1])
     if lengths is None or kind is Lengths.ONE:
         rows = torch.arange(len(kv_lengths), dtype=torch.int32, device=starts.device)
         counts = torch.ones_like(rows) if lengths is None else torch.where(lengths == 1, 1, 0).int()

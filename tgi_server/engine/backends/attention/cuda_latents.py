@@ -50,6 +50,11 @@ class LatentAttention(GatherAttention):
             return "the kernel has no index of sparse attention"
         return None
 
+    def row_places(self, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        from tgi_server.engine.kernels.triton.row_places import row_places
+
+        return row_places(positions, tables, self.block_size)
+
     def write_joined(
         self,
         layer: int,
@@ -136,7 +141,9 @@ class LatentAttention(GatherAttention):
 
 def tiles_of_rows(metadata: ForwardMetadata) -> QueryTiles:
     """Returns a tile for each token of the sequences that decode, computed on the device from tensors alone."""
-    rows, tokens = metadata.decoding, metadata.row_tokens
+    rows, tokens, starts = metadata.decoding, metadata.row_tokens, metadata.query_starts
+    if metadata.query_counts is not None:
+        return QueryTiles(starts[:-1], metadata.query_counts, metadata.kv_lengths, starts[:-1])
     device = metadata.kv_lengths.device
     first = torch.arange(rows * tokens, dtype=torch.int32, device=device)
     behind = torch.arange(tokens, dtype=torch.int32, device=device).flip(0)
