@@ -117,7 +117,7 @@ FIRST = [
 # What has changed since the last run on a GPU: speed by kind of weights, the variants to choose from, the router on the
 # machine's processors, HTTP, and correctness, which may be cut.
 _ONE_ROW = ("--batch", "1", "32", "--context=1024", "--prefill-tokens=8192", "--profile")
-_ALL_VARIANTS = "few_rows,attend_in_one,pdl,argmax,rotary"
+_ALL_VARIANTS = "few_rows,attend_in_one,pdl,argmax,rotary,experts"
 NEXT = [
     _measurement("llama-8b", 100, "benchmarks.engine", "llama-8b", *_SHAPE, "--profile"),
     _measurement("llama-8b-variants", 60, "benchmarks.engine", "llama-8b", *_ONE_ROW, variants=_ALL_VARIANTS),
@@ -127,8 +127,8 @@ NEXT = [
         "llama-8b-fp8-variants", 60, "benchmarks.engine", "llama-8b", *_ONE_ROW, "--quantize=fp8",
         variants=_ALL_VARIANTS,
     ),
-    Job("variants to choose from", ("-m", "tests.gpu.variants", "few", "one_kernel", "dependent", "argmax", "latents"),
-        ENGINE, 75),
+    Job("variants to choose from", ("-m", "tests.gpu.variants", "few", "one_kernel", "dependent", "argmax", "latents",
+        "experts"), ENGINE, 85),
     _measurement("llama-8b-int4", 80, "benchmarks.engine", "llama-8b", *_ONE_ROW, "--quantize=int4"),
     Job("facts", ("-m", "tests.gpu.facts", "card", "cublas", "latents", "grouped"), ENGINE, 25),
     _measurement("router", 45, "benchmarks.router", "--repeat=2", needs=ENGINE + SHARD + ROUTER),

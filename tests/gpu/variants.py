@@ -14,6 +14,8 @@ from tests.gpu import facts  # first: in a dry run it makes Triton an interprete
 
 # isort: split
 import torch
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tgi_server.engine.backends.attention import cuda as attention_of_gpus
 from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
@@ -34,6 +36,7 @@ from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
 from tgi_server.engine.kernels.triton.w4a16_gemm import ProductTile
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.few_rows import FewRowsLinear
+from tgi_server.engine.linear.grouped_experts import GroupedExperts
 
 # Rows, keys together, warps, stages.
 PROMPT_SHAPES = [
@@ -99,6 +102,7 @@ def main() -> None:
         (_one_kernel, [("three kernels",), ("attend_in_one",)]),
         (_dependent, [("off",), ("pdl",)]),
         (_argmax, [("torch",), ("argmax",)]),
+        (_experts, [("torch",), ("experts",)]),
         (_latents, LATENT_SHAPES),
         (_dense, [(16,), (32,), (64,), (128,), (256,)]),
         (_product, PRODUCTS),
@@ -220,6 +224,25 @@ def _argmax(name: str) -> None:
         error = int((found != scores.float().argmax(-1)).sum())
         took = facts.seconds(lambda scores=scores: argmax.argmax(scores) if name == "argmax" else scores.max(-1))
         facts.tell(f"argmax by {name}", rows=rows, us=took * 1e6, others=error)
+
+
+def _experts(name: str) -> None:
+    """All experts of a layer by torch's `grouped_mm`, as `transformers` calls it, and by the engine's kernels."""
+    for experts, of_token, hidden, widened in ((8, 2, 4096, 14336), (128, 8, 2048, 768)):
+        sizes = {"hidden_size": hidden // facts.SHORTER, "intermediate_size": widened // facts.SHORTER}
+        config = MixtralConfig(num_local_experts=experts, **sizes)
+        config._experts_implementation = "grouped_mm"
+        with torch.device(facts.DEVICE):
+            module = MixtralExperts(config).to(facts.DTYPE).requires_grad_(False)
+        for weight in module.parameters():
+            weight.normal_(std=0.02)
+        compute = GroupedExperts(module) if name == "experts" else module
+        for tokens in (1,) if facts.DRY else (1, 32, 256, 4096):
+            x = torch.randn(tokens, sizes["hidden_size"], device=facts.DEVICE, dtype=facts.DTYPE)
+            chosen = torch.rand(tokens, experts, device=facts.DEVICE).topk(of_token).indices
+            shares = torch.full(chosen.shape, 1 / of_token, device=facts.DEVICE, dtype=facts.DTYPE)
+            took = facts.seconds(lambda given=(x, chosen, shares), compute=compute: compute(*given))
+            facts.tell(f"{of_token} of {experts} experts by {name}", rows=tokens, us=took * 1e6)
 
 
 @contextlib.contextmanager

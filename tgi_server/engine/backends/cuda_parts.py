@@ -74,16 +74,15 @@ def route(layer: DecoderLayer, logits: Tensor, dtype: torch.dtype) -> tuple[Tens
 
 def fault_of_routing(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> str | None:
     """Returns why the kernels around the products of a layer's experts must not be used; None if they are right."""
-    router, generator = router_of(layer), torch.Generator(device).manual_seed(0)
+    router = router_of(layer)
     experts = router.out_features if isinstance(router, PackedLinear) else len(router.weight)
-    random = partial(torch.randn, generator=generator, device=device)
 
     def cases() -> Iterator[proofs.Case]:
-        logits = random(_TOKENS, experts)
+        logits = _random(device, torch.float32, _TOKENS, experts)
         (chosen, shares), known = route(layer, logits, dtype), routed(layer, logits)
         empty = torch.zeros_like(logits)
         yield "in shares", empty.scatter(1, chosen, shares.float()), empty.scatter(1, known[0], known[1])
-        outputs, shared, residual = random(_TOKENS, 3, 64).to(dtype), *random(2, _TOKENS, 64).to(dtype)
+        outputs, (shared, residual) = (_random(device, dtype, *shape) for shape in ((_TOKENS, 3, 64), (2, _TOKENS, 64)))
         yield "in sums", routing.summed(outputs, shared, None, residual), outputs.sum(1) + shared + residual
 
     return proofs.fault_of("the kernel of routing", cases)
@@ -96,7 +95,7 @@ def fault_of_router(layer: DecoderLayer, dtype: torch.dtype, device: torch.devic
         return "its inputs or weights are not of 16 bits"
 
     def cases() -> Iterator[proofs.Case]:
-        x = torch.randn(_TOKENS, router.weight.shape[1], device=device).to(dtype)
+        x = _random(device, dtype, _TOKENS, router.weight.shape[1])
         yield "", router_logits(router, x), linear(x.float(), router.weight.float())
 
     return proofs.fault_of("the product of the router", cases)
@@ -112,7 +111,7 @@ def use_activation(experts: Grouped, activation: Activation, dtype: torch.dtype,
     kernel = partial(norm_and_gate.activate, activation=activation, gated=experts.gated)
 
     def cases() -> Iterator[proofs.Case]:
-        x = 3 * torch.randn(_TOKENS, 64, device=device).to(dtype)
+        x = 3 * _random(device, dtype, _TOKENS, 64)
         yield "", kernel(x), experts.activate(x)
 
     if proofs.fault_of("the kernel of activations", cases) is None:
@@ -151,10 +150,10 @@ def fault_of_latents(
     size = 8 if of_queries is None else len(of_queries.weight)
 
     def cases() -> Iterator[proofs.Case]:
-        joined = torch.randn(_TOKENS, size + rank + rotated, device=device).to(dtype)
+        joined = _random(device, dtype, _TOKENS, size + rank + rotated)
         caches = [torch.zeros(1, _TOKENS, 1, width, dtype=dtype, device=device) for width in (rank, rotated)]
         slots = torch.arange(_TOKENS, device=device).flip(0)
-        angles = torch.randn(_TOKENS, rotated // 2, device=device).repeat(1, 2)
+        angles = _random(device, torch.float32, _TOKENS, rotated // 2).repeat(1, 2)
         rotation = angles.cos().to(dtype), angles.sin().to(dtype)
         queries = write_latents(joined, *norms, rotation, *caches, slots, rotated, interleaved=interleaved)
         query, latent, beside = joined.split((size, rank, rotated), 1)
@@ -166,3 +165,8 @@ def fault_of_latents(
             yield "of queries", queries, Norm(of_queries.weight, None, of_queries.eps, False)(query)
 
     return proofs.fault_of("the kernel that writes latents", cases)
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Returns numbers that are the same at every start."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tgi_server.engine import proofs
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear, QuantizedWeight
-from tgi_server.engine.kernels.triton import device_fault
+from tgi_server.engine.kernels.triton import device_fault, variants
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,14 @@ _PACKED_AT_ONCE = 16
 def group_experts(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None) -> list[str]:
     """Replaces the experts of mixtures on a GPU by ones that use the engine's own kernels.
 
-    Dense experts only where torch's grouped GEMM would make the host wait; quantized ones, which stay quantized,
-    always. Returns the fallbacks: why experts are computed in a slower way. All shards choose the same.
+    Dense experts only where torch's grouped GEMM would make the host wait, and with the variant `experts`; quantized
+    ones, which stay quantized, always. Returns the fallbacks: why experts are computed in a slower way. All shards
+    choose the same.
     """
     fallbacks = []
     dense: list[Any] = [module for module in model.modules() if Experts.fits(module)]
     quantized = [module for module in model.modules() if isinstance(module, Experts)]
-    if dense and _waits(dense[0].down_proj):
+    if dense and ("experts" in variants() or _waits(dense[0].down_proj)):
         fault = _fault_of(dense[0], GroupedExperts, dtype)
         fallbacks += _replaced(model, Experts.fits, GroupedExperts, fault_of_any(fault, group))
     if quantized:
@@ -54,7 +55,7 @@ def _replaced(
 ) -> list[str]:
     """Replaces the experts of all layers, unless there is a fault, which it returns as a fall-back."""
     if fault is not None:
-        fallback = f"experts are multiplied one after the other, which is slow: {fault}"
+        fallback = f"experts are not multiplied by the engine's kernel, which is slow: {fault}"
         logger.warning(fallback)
         return [fallback]
     for path in [path for path, module in model.named_modules() if fits(module)]:

@@ -17,8 +17,12 @@ OLDEST_DEVICE = (8, 0)
 # Ways to compute that no GPU has measured yet, so they are off unless the variable names them, with commas between:
 # products with few rows that have the norm before them and the activation behind them inside; attention of rows that
 # decode in one kernel; kernels that are started while the one before still runs (`dependent_launch.py`);
-# the argmax of a row on many processors; cosines and sines of rotary positions in one kernel.
-VARIANTS_VARIABLE, VARIANTS = "OATMILL_GPU_VARIANTS", ("few_rows", "attend_in_one", "pdl", "argmax", "rotary")
+# the argmax of a row on many processors; cosines and sines of rotary positions in one kernel; the products of experts
+# by the engine's kernel also where torch has one.
+VARIANTS_VARIABLE, VARIANTS = (
+    "OATMILL_GPU_VARIANTS",
+    ("few_rows", "attend_in_one", "pdl", "argmax", "rotary", "experts"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wa
 
 # Every expert's program looks at all rows: of more rows a sort takes less work.
 MOST_GROUPED = 4096
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE, _FEW_ROWS = 1024, 128
 _COLUMNS_AT_ONCE = 1024
 
 
@@ -60,10 +60,10 @@ def grouped_rows(chosen: Tensor, experts: int, tile: int) -> tuple[Tensor, Tenso
     order = torch.empty(rows, dtype=torch.int64, device=device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
     tile_ends = torch.empty(experts, dtype=torch.int32, device=device)
-    at_once = min(_ROWS_AT_ONCE, max(32, triton.next_power_of_2(rows)))
+    at_once = _FEW_ROWS if rows <= _FEW_ROWS else _ROWS_AT_ONCE
     _group_rows[experts,](
         chosen, order, starts, tile_ends, rows, tile=tile, at_once=at_once, bins=triton.next_power_of_2(experts + 1),
-        num_warps=max(1, min(4, at_once // 128)), **launch_options(device),
+        num_warps=4 if at_once > _FEW_ROWS else 1, **launch_options(device),
     )  # fmt: skip
     return order, starts, tile_ends
 
