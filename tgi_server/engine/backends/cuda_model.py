@@ -122,9 +122,10 @@ class CudaModel(ReferenceModel):
         linears, norms, spec = layer.linears, layer.norms, self._spec
         first, second = (norms[name] for name in _TWO)
         joined, _ = linears["qkv"].of_norm(residual, None, first.weight, first.bias, first.eps)
-        added = self._projected(layer, "output", self._attended(layer, joined, step), None)
+        attended = self._projected(layer, "output", self._attended(layer, joined, step), None)
+        added: Tensor | None = attended
         if (norm := norms.get("attended_norm")) is not None or spec.residual_scale != 1:
-            residual, added = self._sum(residual, added, norm), None
+            residual, added = self._sum(residual, attended, norm), None
         up, residual = linears["up"].of_norm(residual, added, second.weight, second.bias, second.eps)
         down = inner(linears["down"])
         fed = down.of_activated(up, spec.activation, gated=spec.gated_mlp)

@@ -57,10 +57,11 @@ def route(layer: DecoderLayer, logits: Tensor, dtype: torch.dtype) -> tuple[Tens
     """Does what `routed` does, by a kernel. dtype: of the shares."""
     spec, mixture = layer.spec.mixture, layer.mixture
     assert spec is not None
-    tensors = (None if name is None else operator.attrgetter(name)(mixture) for name in (spec.bias, spec.factors))
+    bias, factors = (None if name is None else operator.attrgetter(name)(mixture) for name in (spec.bias, spec.factors))
     return routing.route(
         logits,
-        *tensors,
+        bias,
+        factors,
         dtype,
         chosen=spec.chosen or router_of(layer).top_k,
         sigmoid=spec.sigmoid,
@@ -151,16 +152,16 @@ def fault_of_latents(
 
     def cases() -> Iterator[proofs.Case]:
         joined = _random(device, dtype, _TOKENS, size + rank + rotated)
-        caches = [torch.zeros(1, _TOKENS, 1, width, dtype=dtype, device=device) for width in (rank, rotated)]
+        cached, beside = (torch.zeros(1, _TOKENS, 1, width, dtype=dtype, device=device) for width in (rank, rotated))
         slots = torch.arange(_TOKENS, device=device).flip(0)
         angles = _random(device, torch.float32, _TOKENS, rotated // 2).repeat(1, 2)
         rotation = angles.cos().to(dtype), angles.sin().to(dtype)
-        queries = write_latents(joined, *norms, rotation, *caches, slots, rotated, interleaved=interleaved)
-        query, latent, beside = joined.split((size, rank, rotated), 1)
-        turned = (rotate_pairs if interleaved else rotate)(beside, *rotation)
-        known = [Norm(of_keys.weight, None, of_keys.eps, False)(latent), turned]
-        for cache, wanted in zip(caches, known, strict=True):
-            yield "of latents", cache[0, :, 0].flip(0), wanted
+        given = joined, of_queries, of_keys, rotation, cached, beside, slots, rotated
+        queries = write_latents(*given, interleaved=interleaved)
+        query, latent, last = joined.split((size, rank, rotated), 1)
+        turned = (rotate_pairs if interleaved else rotate)(last, *rotation)
+        yield "of latents", cached[0, :, 0].flip(0), Norm(of_keys.weight, None, of_keys.eps, False)(latent)
+        yield "of what is turned", beside[0, :, 0].flip(0), turned
         if of_queries is not None:
             yield "of queries", queries, Norm(of_queries.weight, None, of_queries.eps, False)(query)
 

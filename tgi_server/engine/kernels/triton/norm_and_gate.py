@@ -46,7 +46,7 @@ def _normalise(
     width = triton.next_power_of_2(size)
     heads, strides = 1, (size, 0)
     if not x.is_contiguous():  # such as queries beside keys, of heads each
-        heads, strides = (1, (x.stride(0), 0)) if x.dim() == 2 else (x.shape[1], x.stride()[:2])
+        heads, strides = (1, (x.stride(0), 0)) if x.dim() == 2 else (x.shape[1], (x.stride(0), x.stride(1)))
     _norm[x.numel() // size,](
         x, weight, bias, None if residual is None else residual.contiguous(), output, *strides, eps, factor,
         heads=heads, size=size, width=width, centred=centred, num_warps=warps_of(width), **launch_options(x.device),
