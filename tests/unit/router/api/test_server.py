@@ -217,6 +217,24 @@ async def test_an_answered_request_is_freed_without_the_garbage_collector(router
         accepting.close()
 
 
+@pytest.mark.parametrize(("method", "body"), [("GET", b"hello"), ("HEAD", b"")])
+async def test_a_response_to_head_has_no_body(method: str, body: bytes):
+    async def greet(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"hello")(scope, receive, send)
+
+    listener = Listener()
+    accepting = acceptor(listener, Connections(8, 8), greet)
+    try:
+        reader, writer = await asyncio.open_connection(*listener.address)
+        for _ in range(2):
+            writer.write(f"{method} / HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
+            assert await reader.readexactly(len(body)) == body
+        writer.close()
+    finally:
+        accepting.close()
+
+
 async def test_a_closed_acceptor_takes_nobody_in():
     listener = Listener()
     accepting = acceptor(listener, Connections(8, 8))
