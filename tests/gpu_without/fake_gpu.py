@@ -47,6 +47,8 @@ _GRAIN = 512
 _PROCESSORS = 132
 # Inputs of a group of quantised weights.
 _GROUP = 32
+# What a layer's output is multiplied by.
+_LAYER_SCALE = torch.tensor([0.75])
 
 
 class FakeGpu(TorchDispatchMode):
@@ -106,6 +108,9 @@ class FakeGpu(TorchDispatchMode):
             model = AutoModelForCausalLM.from_config(configuration(architecture, **settings), dtype=dtype)
             if quantized:
                 _quantize(model, quantized)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # of Gemma 4, a number of the checkpoint that is read at load
+                buffer.constant = _LAYER_SCALE
         return model.eval().requires_grad_(False)
 
     def engine(self, model: PreTrainedModel, *, kernels: bool = True, **settings: Any) -> Engine:
