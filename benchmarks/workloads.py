@@ -68,9 +68,12 @@ class Workload:
         return adapter_name(user % self.adapters) if self.adapters else None
 
     def prompts(self, seed: int, user: int) -> Iterator[list[str]]:
-        """Yields, for each prompt or chat of a user, the texts of its turns. The same seed gives the same texts."""
+        """Yields, for each prompt or chat of a user, the texts of its turns. The same seed gives the same texts.
+
+        Every load has texts of its own: otherwise a prefix cache knows prompts from the load before.
+        """
         for index in range(self.repeat):
-            random = Random(f"{seed}/{user}/{index}")
+            random = Random(f"{self.name}/{seed}/{user}/{index}")
             write = shuffled_chain if self.copied else text
             yield [GREETING if self.words is None else write(random, self.words) for _ in range(self.turns)]
 

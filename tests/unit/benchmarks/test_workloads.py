@@ -20,6 +20,11 @@ def test_the_same_seed_makes_the_same_prompts_and_another_seed_others() -> None:
     assert list(CHAT.prompts(1, 0)) != list(CHAT.prompts(2, 0))
 
 
+def test_loads_of_equal_lengths_have_different_prompts() -> None:
+    short, crowd = (list(WORKLOADS[name].prompts(0, 0)) for name in ("W3", "W4"))
+    assert not any(prompt in short for prompt in crowd)
+
+
 def test_a_load_without_words_sends_the_greeting() -> None:
     assert list(WORKLOADS["W1"].prompts(5, 3)) == [[GREETING]] * WORKLOADS["W1"].repeat
 
