@@ -360,6 +360,9 @@ async def test_a_model_that_is_lost_is_an_error_of_its_own_requests_only(both: S
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unavailable")
     assert "was killed by SIGKILL" in refused.json()["error"]["message"]
     assert int(refused.headers["retry-after"]) >= 1
+    metrics = (await both.http.get("/metrics")).text
+    assert 'tgi_request_failure{err="model_unavailable",model="small"}' in metrics
+    assert 'err="model_unavailable",model="large"' not in metrics
     assert await both.text(model="large") == "This is large."
     listed = (await both.http.get("/v1/models")).json()["data"]
     assert [(each["id"], each["state"]) for each in listed] == [("large", "awake"), ("small", "failed")]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 from urllib.parse import parse_qs
@@ -40,6 +41,7 @@ _CHATS = frozenset(
 )
 _KINDS = {"embed": "an embedding model", "rank": "a rerank model"}
 _TAG = ":latest"
+_CHOSEN = "chosen_model"  # the key of the model in the state of a request
 
 
 def create_models_app(models: Models, rules: AccessRules, payload_limit: int) -> ASGIApp:
@@ -59,11 +61,11 @@ class _Dispatcher:
         self._apps: dict[HostedModel, tuple[Service, ASGIApp]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
+        request, arrived = Request(scope, receive), perf_counter()
         try:
             app = self._app(*await self._chosen(request))
         except RouterError as error:
-            self._record(request, error)
+            self._record(request, error, arrived)
             app = error_response(error, request.url.path, request.headers)
             app.headers["x-request-id"] = request_id(request)
         await app(scope, receive, send)
@@ -82,7 +84,7 @@ class _Dispatcher:
             named = named or self._named(content)
         elif named is None:
             return self._any(well=path in _HEALTH)
-        model = self._model(path, named)
+        model = request.scope["state"][_CHOSEN] = self._model(path, named)
         if model.service is None and path in _CHATS and not model.chats:
             raise InvalidTemplate(NO_TEMPLATE)  # as the route does, but the model need not be loaded for it
         return model, model.service or await self._loaded(request, model)
@@ -143,11 +145,17 @@ class _Dispatcher:
         reasons = (f"{model.name}: {model.resident.reason or model.state}" for model in self._models.models)
         raise Unhealthy(f"no model can answer: {'; '.join(reasons)}")
 
-    def _record(self, request: Request, error: RouterError) -> None:
-        """Logs and counts a request that came to no model."""
-        services = [model.service for model in self._models.models if model.service is not None]
-        if request.method == "POST" and services:
-            RequestRecord(services[0], request).end(error)
+    def _record(self, request: Request, error: RouterError, arrived: float) -> None:
+        """Logs and counts a request that no model has received, for the model that it names."""
+        service = next((model.service for model in self._models.models if model.service is not None), None)
+        if request.method != "POST" or service is None:
+            return
+        chosen: HostedModel | None = request.scope["state"].get(_CHOSEN)
+        if chosen is not None:
+            service = replace(service, model=replace(service.model, names=chosen.names), metrics=chosen.metrics)
+        record = RequestRecord(service, request)
+        record.arrived = arrived
+        record.end(error)
 
 
 def _names(models: Iterable[HostedModel]) -> str:
