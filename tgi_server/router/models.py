@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,9 @@ from tgi_server.router.submission import PreparedRequest, Sink, Submitter
 from tgi_server.router.text.prefix_miss import ExplainedRequests
 
 logger = logging.getLogger(__name__)
+
+# The folders of absolute paths, which no response shows. URLs do not match.
+_FOLDERS = re.compile(r"(?<![\w./:])/(?:[^\s/'\"]+/)+")
 
 # Interval and maximum number of checks whether the requests of a lost model have got their errors.
 _POLL_SECONDS, _END_POLLS = 0.05, 100
@@ -249,7 +253,7 @@ class Models:
     def _fail(self, model: HostedModel, reason: str, *, lost: bool = True) -> None:
         logger.error("%s is not available: %s", model.name, reason)
         self.metrics.failed(model.name)
-        self._rules.failed(model.resident, perf_counter(), reason, lost=lost)
+        self._rules.failed(model.resident, perf_counter(), _FOLDERS.sub("", reason), lost=lost)
 
     async def _serve(self, model: HostedModel, lost: asyncio.Event, earlier: asyncio.Task[None] | None) -> None:
         """Serves a model until its shards have ended. earlier: the task of the shards before, which must end first."""

@@ -57,7 +57,7 @@ class Launcher:
         assert self.models is not None
         self.models.told(index, "loading", "")
         if index in self.broken:
-            self.models.told(index, "failed", f"shard-{index} ended with exit code 1: no memory")
+            self.models.told(index, "failed", f"shard-{index} ended with exit code 1: /models/secret/small.gguf: no memory")
             return
         shard = InstantShard(
             f"unix://{self.path(index)}",
@@ -371,7 +371,7 @@ async def test_a_model_that_is_lost_is_an_error_of_its_own_requests_only(both: S
 
     small.retry_at = 0.0  # its time has come, and it still cannot be loaded
     refused = await both.complete(model="small")
-    assert "no memory" in refused.json()["error"]["message"]
+    assert "exit code 1: small.gguf: no memory" in refused.json()["error"]["message"]  # without the server's folders
     both.launcher.broken.clear()
     small.retry_at = 0.0
     assert await both.text(model="small") == "This is small."
