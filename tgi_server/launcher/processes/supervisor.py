@@ -162,7 +162,7 @@ class Supervisor:
                 logger.info(
                     "loading: %d %%, %s (%d s); waiting for %s", percent, stage, time.monotonic() - start, names
                 )
-                report += REPORT_SECONDS
+                report = time.monotonic() + REPORT_SECONDS
         bar.clear()
         seconds = time.monotonic() - start
         if self._router is None:
