@@ -307,8 +307,11 @@ class Milliseconds(float):
     def of(cls, seconds: float) -> "Milliseconds":
         return cls(round(seconds * 1000, 3))
 
-    def __format__(self, _: str) -> str:
+    def __str__(self) -> str:
         return f"{float(self):.3f}ms"
+
+    def __format__(self, _: str) -> str:
+        return str(self)
 
 
 def request_id(request: Request) -> str:

@@ -199,11 +199,16 @@ async def test_clients_that_the_system_has_accepted_are_answered_before_the_end(
             socket.create_connection(address)
 
 
+def requests_in_memory() -> list[Admission | TokenStream]:
+    return [found for found in gc.get_objects() if isinstance(found, Admission | TokenStream)]
+
+
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_an_answered_request_is_freed_without_the_garbage_collector(router: RouterService, path: str):
     listener = Listener()
     accepting = acceptor(listener, Connections(8, 8), create_app(router.service, AccessRules()))
     gc.collect()
+    earlier = requests_in_memory()  # of other tests
     gc.disable()
     try:
         reader, writer = await asyncio.open_connection(*listener.address)
@@ -211,7 +216,7 @@ async def test_an_answered_request_is_freed_without_the_garbage_collector(router
         writer.write(head.encode() + b'{"inputs": "hello"}')
         assert b'"generated_text":"hello world"' in await reader.read()
         writer.close()
-        await eventually(lambda: not any(isinstance(each, Admission | TokenStream) for each in gc.get_objects()))
+        await eventually(lambda: len(requests_in_memory()) == len(earlier))
     finally:
         gc.enable()
         accepting.close()
