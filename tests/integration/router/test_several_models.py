@@ -57,7 +57,7 @@ class Launcher:
         assert self.models is not None
         self.models.told(index, "loading", "")
         if index in self.broken:
-            self.models.told(index, "failed", f"shard-{index} ended with exit code 1: /models/secret/small.gguf: no memory")
+            self.models.told(index, "failed", f"shard-{index} ended with exit code 1: /secret/small.gguf: no memory")
             return
         shard = InstantShard(
             f"unix://{self.path(index)}",
