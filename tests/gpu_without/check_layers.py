@@ -138,7 +138,7 @@ def test_latents_have_a_kernel_of_their_own_but_for_an_index(architecture: str, 
     assert backend.fallbacks == ([] if kind is LatentAttention else [reason])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "opt"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "opt"])
 def test_a_model_of_fused_layers_has_few_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = fused(architecture)
     counted: list[list[str]] = []

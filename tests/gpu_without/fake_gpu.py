@@ -45,6 +45,7 @@ GROUPED_MM = {(9, 0), (10, 0)}
 # CUDA's caching allocator gives out multiples of so many bytes.
 _GRAIN = 512
 _PROCESSORS = 132
+_SHARED_BYTES = 227 << 10
 # Inputs of a group of quantised weights.
 _GROUP = 32
 # What a layer's output is multiplied by.
@@ -155,7 +156,9 @@ class FakeGpu(TorchDispatchMode):
             "max_memory_allocated": lambda device=None: self.peak,
             "reset_peak_memory_stats": self._forget_peak,
             "get_device_capability": lambda device=None: self.capability,
-            "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=_PROCESSORS),
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                multi_processor_count=_PROCESSORS, shared_memory_per_block_optin=_SHARED_BYTES
+            ),
         }
         for name, stand_in in cuda.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)

@@ -14,7 +14,7 @@ from tgi_server.engine.backends.attention.base import AttentionBackend, Attentio
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.kernels.triton import QueryTiles, device_fault, multiprocessors, variants
+from tgi_server.engine.kernels.triton import QueryTiles, device_fault, multiprocessors, shared_memory, variants
 
 if TYPE_CHECKING:
     from tgi_server.engine.kernels.triton.paged_attention import LaunchShape
@@ -187,7 +187,8 @@ class CudaAttention(GatherAttention):
         from tgi_server.engine.kernels.triton.split_kv import plan_parts
 
         kv_heads, head_dim = self._keys[layer].shape[2:]
-        shape = LaunchShape.of(query.shape[1] // kv_heads, head_dim, query.element_size(), tokens)
+        shared = shared_memory(query.device)
+        shape = LaunchShape.of(query.shape[1] // kv_heads, head_dim, query.element_size(), tokens, shared)
         tiles = metadata.made(("tiles", tokens), partial(_tiles, metadata, tokens, lengths))
         plan = metadata.made(
             ("plan", shape.rows, tokens, kv_heads, shape.key_tile, variant.window),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tgi_server.engine.kernels.triton import multiprocessors
+from tgi_server.engine.kernels.triton import multiprocessors, shared_memory
 from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 from tgi_server.engine.kernels.triton.fp8 import unit
 from tgi_server.engine.kernels.triton.paged_attention import LOG2E, LaunchShape, attend_key_tile
@@ -72,7 +72,7 @@ def attend_in_one(
     rows, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = keys.shape
     group = heads // kv_heads
-    shape = LaunchShape.of(group, head_dim, query.element_size(), 1)
+    shape = LaunchShape.of(group, head_dim, query.element_size(), 1, shared_memory(query.device))
     query, key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value))
     cosine, sine = (key, key) if rotation is None else (table.contiguous() for table in rotation)
     output = query.new_empty(rows, heads, head_dim)

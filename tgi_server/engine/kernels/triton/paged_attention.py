@@ -23,6 +23,9 @@ from tgi_server.engine.kernels.triton.split_kv import PartsPlan, join_parts, par
 _FEWEST_ROWS = 16
 # Programs of 128 rows that a multiprocessor needs to be busy until a pass is over.
 _ENOUGH_PROGRAMS = 4
+# Bytes of shared memory with which programs of 64 rows have two buffers each for keys and values of wide heads: these
+# need 100.25 KiB. GPUs of compute capability 8.6, 8.9 and 12.0 have 99; there they have one each.
+_BYTES_FOR_WIDE_HEADS = 101 << 10
 # Softmax is computed in powers of 2, for which devices have an instruction: scores are multiplied by log2(e).
 LOG2E = tl.constexpr(1.4426950408889634)
 # Arguments whose values differ from pass to pass: kernels are not compiled anew for multiples of 16 and the like.
@@ -46,14 +49,15 @@ class LaunchShape:
     stages: int
 
     @classmethod
-    def of(cls, group: int, head_dim: int, itemsize: int, tokens: int) -> "LaunchShape":
-        """group: query heads that share a KV head. tokens: most of a tile."""
+    def of(cls, group: int, head_dim: int, itemsize: int, tokens: int, shared: int) -> "LaunchShape":
+        """group: query heads that share a KV head. tokens: most of a tile. shared: bytes of memory of a program."""
         rows = max(_FEWEST_ROWS, triton.next_power_of_2(group * tokens))
         width = max(16, triton.next_power_of_2(head_dim))
         if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
             return cls(rows, width, key_tile=32 if width <= 64 else 16, warps=8, stages=1)
         warps = 4 if rows * width <= 64 * 128 else 8
-        return cls(rows, width, key_tile=32 if width > 128 else 64, warps=warps, stages=5)
+        stages = 4 if width > 128 and rows >= 64 and shared < _BYTES_FOR_WIDE_HEADS else 5
+        return cls(rows, width, key_tile=32 if width > 128 else 64, warps=warps, stages=stages)
 
 
 def tokens_of_a_tile(group: int, head_dim: int, itemsize: int, programs: float) -> int:
