@@ -43,7 +43,7 @@ OLDER = {75: 64 << 10}
 MOST_STACK = 64
 # Of prompts' attention, whose sums and scores take all registers there are: Triton 3.7 spills some for heads of 64
 # elements on 12.0, and for caches in e4m3.
-MOST_STACK_OF_PROMPTS = 144
+MOST_STACK_OF_PROMPTS = 192
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INTS = "*i32"

@@ -33,7 +33,7 @@ from tgi_server.engine.runners.hidden_states import HiddenStates
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MOST_KERNELS = 12
 # Of a layer in a step in which sequences decode; `to.dtype`, once or twice, launches nothing in float32.
-MIXTURES_AND_LATENTS = {"deepseek_v3": 23, "deepseek_v2": 22, "glm4_moe_lite": 23, "minicpm3": 15, "qwen3_moe": 18}
+MIXTURES_AND_LATENTS = {"deepseek_v3": 22, "deepseek_v2": 21, "glm4_moe_lite": 22, "minicpm3": 15, "qwen3_moe": 17}
 # Operations of torch that launch nothing: they make tensors, or other views of them.
 SILENT = ("empty", "new_empty", "view", "split", "slice", "select", "unsqueeze", "t", "transpose", "flatten")
 
