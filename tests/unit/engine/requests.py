@@ -129,7 +129,7 @@ def generate_together(
     engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS, **settings: int
 ) -> list[list[int]]:
     """Has two requests join in each step; each leaves when it is done. settings: of `Requests`."""
-    requests = Requests(engine, texts, max_total_tokens, **settings)
+    requests = Requests(engine, texts, max_total_tokens, None, **settings)
     for index in range(len(texts)):
         requests.join(index)
         if index % 2:
