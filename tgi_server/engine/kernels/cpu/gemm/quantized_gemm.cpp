@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "gemm/block_gemm.h"
 #include "gemm/wna8.h"
 #include "gemm/wna16.h"
 #include "simd/dtypes.h"
@@ -210,6 +211,30 @@ std::vector<float> part_input_sums(const T* from, int64_t rows, int64_t inputs, 
   return sums;
 }
 
+Scales scales_of(const QuantizedWeights& codes) {
+  const auto bytes = [](const std::optional<at::Tensor>& given) {
+    return given ? given->const_data_ptr<int8_t>() : nullptr;
+  };
+  Scales scales{codes.scales.scalar_type(), codes.scales.const_data_ptr(),
+                codes.offsets ? codes.offsets->const_data_ptr() : nullptr, bytes(codes.zeros)};
+  if (codes.scale_factors) {
+    scales.factors = bytes(codes.scale_factors);
+    scales.offset_factors = bytes(codes.offset_factors);
+    scales.groups_shift = std::countr_zero(static_cast<uint64_t>(codes.scale_factors->size(1) / codes.scales.size(1)));
+    scales.zero = codes.zero;
+  }
+  return scales;
+}
+
+template <typename Kernel, typename T, typename Task>
+void finish_gemm(const Task& product, const Linear& layer, const Finish& finish, const std::vector<int64_t>* tiles,
+                 at::Tensor& output) {
+  const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr,
+                             finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
+                             output.mutable_data_ptr<T>(), finish.adapted};
+  run_gemm<Kernel>(product, epilogue, tiles, [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
+}
+
 template <typename Kind, typename Kernel>
 void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finish, const std::vector<int64_t>* tiles,
                    at::Tensor& output) {
@@ -226,17 +251,7 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
       from = ordered.data();
       inputs = codes.order->size(0);
     }
-    const auto bytes = [](const std::optional<at::Tensor>& given) {
-      return given ? given->const_data_ptr<int8_t>() : nullptr;
-    };
-    Scales scales{codes.scales.scalar_type(), codes.scales.const_data_ptr(),
-                  codes.offsets ? codes.offsets->const_data_ptr() : nullptr, bytes(codes.zeros)};
-    if (codes.scale_factors) {
-      scales.factors = bytes(codes.scale_factors);
-      scales.offset_factors = bytes(codes.offset_factors);
-      scales.groups_shift = std::countr_zero(static_cast<uint64_t>(groups / codes.scales.size(1)));
-      scales.zero = codes.zero;
-    }
+    const Scales scales = scales_of(codes);
     std::vector<float> sums;
     if (Kernel::needs_sums(scales)) sums = part_input_sums<Kind, Kernel::MOST>(from, rows, inputs, starts, groups);
     const Input input = Kernel::prepare(from, rows, inputs, depth, starts, groups);
@@ -251,12 +266,38 @@ void run_quantized(const Linear& layer, const at::Tensor& x, const Finish& finis
         sums.data(),
         input.scales.data(),
         words * TILE_WORD};
-    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr,
-                               finish.residual ? finish.residual->const_data_ptr<T>() : nullptr,
-                               output.mutable_data_ptr<T>(), finish.adapted};
-    run_gemm<Kernel>(product, epilogue, tiles, [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
+    finish_gemm<Kernel, T>(product, layer, finish, tiles, output);
   });
 }
+
+#if OATMILL_WNA8
+
+// By Blocks where they take the weights, else by Kernel: which one does not depend on the rows.
+template <typename Kind, typename Kernel, typename Blocks>
+void run_blocks(const Linear& layer, const at::Tensor& x, const Finish& finish, const std::vector<int64_t>* tiles,
+                at::Tensor& output) {
+  const QuantizedWeights& codes = *layer.codes;
+  const int64_t rows = x.numel() / layer.inputs, groups = codes.starts.size(0) - 1;
+  const int64_t words = layer.packed.size(1), depth = words / planes_of<Kind>();
+  const Scales scales = scales_of(codes);
+  const BlockLayout layout =
+      Blocks::layout(scales, codes.starts.const_data_ptr<int32_t>(), groups, codes.scales.size(1), depth);
+  if (layout.blocks == 0 || codes.order || layer.inputs != depth * Kind::DEPTH)
+    return run_quantized<Kind, Kernel>(layer, x, finish, tiles, output);
+  by_dtype(x, [&]<typename T>(T*) {
+    const BlockInput input = Blocks::prepare(x.const_data_ptr<T>(), rows, layer.inputs, layout);
+    const BlockGemmArgs product{{input.bytes.data, input.bytes.row_bytes,
+                                 static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth, layer.outputs},
+                                scales,
+                                layout,
+                                &input,
+                                depth / Blocks::span_words(layout),
+                                words * TILE_WORD};
+    finish_gemm<Blocks, T>(product, layer, finish, tiles, output);
+  });
+}
+
+#endif
 
 // Writes the weights of some outputs, [rows, inputs], in the dtype of the result. number: of a code.
 template <typename Packed, typename Number>
@@ -345,9 +386,17 @@ constexpr auto CODEBOOK_A16 =
 template <typename Kind, typename Digits>
 constexpr auto A8_VARIANTS =
 #if OATMILL_WNA8
-    std::array{kernel<Kind, GroupGemm<WnA8Dot<Kind, Digits>>>(Kind::DEPTH == 8    ? "w4a8"
-                                                              : Kind::DEPTH == 16 ? "w6a8"
-                                                                                  : "w8a8")};
+    std::array{kernel<Kind, GroupGemm<WnA8Dot<Kind, Digits>>>(Kind::DEPTH == 8 ? "w4a8" : "w8a8")};
+#else
+    None{};
+#endif
+
+// The same where scales may be factors of blocks.
+template <typename Kind, typename Digits>
+constexpr auto BLOCK_A8_VARIANTS =
+#if OATMILL_WNA8
+    std::array{LinearKernel{Kind::DEPTH == 8 ? "w4a8" : "w6a8", always, 1,
+                            run_blocks<Kind, GroupGemm<WnA8Dot<Kind, Digits>>, BlockGemm<Kind, Digits>>}};
 #else
     None{};
 #endif
@@ -364,9 +413,9 @@ constexpr auto FP8_KERNELS = joined(KERNELS<Fp8Weights>, BF16_VARIANTS<Fp8Weight
 constexpr auto INT8_KERNELS =
     joined(KERNELS<Int8>, A16_VARIANTS<Int8, WnA16Dot<Int8, IntegerI16<Int8>>>, A8_VARIANTS<Int8, Int8Bytes>);
 constexpr auto INT6_KERNELS =
-    joined(KERNELS<Int6>, A16_VARIANTS<Int6, WnA16Dot<Int6, SixBitI16>>, A8_VARIANTS<Int6, SixBitBytes>);
+    joined(KERNELS<Int6>, A16_VARIANTS<Int6, WnA16Dot<Int6, SixBitI16>>, BLOCK_A8_VARIANTS<Int6, SixBitBytes>);
 constexpr auto INT4_KERNELS =
-    joined(KERNELS<Int4>, BF16_VARIANTS<Int4>, A16_VARIANTS<Int4, Int4W4A16Dot>, A8_VARIANTS<Int4, Int4Bytes>);
+    joined(KERNELS<Int4>, BF16_VARIANTS<Int4>, A16_VARIANTS<Int4, Int4W4A16Dot>, BLOCK_A8_VARIANTS<Int4, Int4Bytes>);
 constexpr auto CODEBOOK_KERNELS =
     joined(KERNELS<Codebook>, BF16_VARIANTS<Codebook>, CODEBOOK_A16, A8_VARIANTS<Codebook, CodebookI8>);
 

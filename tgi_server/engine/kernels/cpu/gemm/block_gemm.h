@@ -1,0 +1,431 @@
+// GEMM with K-quants and inputs of 8 bits: the integer sums of groups are multiplied by the integer factors of these,
+// and become floats once for a block of 256 inputs, which have one scale.
+//
+//     for blocks:                                        of a tile, and up to CHUNK_ROWS rows
+//       unpack the block's weights into L1, for more rows than stay in registers
+//       for blocks of rows, V registers of outputs:
+//         for spans: acc[R][V] = zero-point compensation; += products (loop.h); totals[R][V] += acc * factors
+//         offsets[R][V] = sums of the groups' inputs * offset factors
+//         row's sums += (totals * scales + offsets * offset scales) * scale of the row's inputs
+//
+// A span is what an accumulator holds: a group, or half of one. Where an instruction adds up four products, the
+// accumulator has 32 bits. Where it adds up two (AVX2), it is a pair of 16 bits: these wrap around, but a span is so
+// short that its sum fits. One vpmaddwd multiplies both by the factor, and adds them up.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "gemm/amx.h"
+#include "gemm/gemm.h"
+#include "gemm/loop.h"
+#include "gemm/microkernel.h"
+#include "gemm/quantized_gemm.h"
+#include "gemm/wna8.h"
+#include "simd/simd.h"
+
+namespace oatmill {
+
+#if OATMILL_WNA8
+
+// How the groups of a weight lie in its blocks, in words. zero: what codes have added to them.
+struct BlockLayout {
+  int64_t blocks, groups_of_block, group_words, zero;
+
+  int64_t block_words() const { return groups_of_block * group_words; }
+};
+
+// Rows of int8 in the order of unpacked weights, with their scales [rows, blocks]; starts, the first values of
+// accumulators, [rows, spans]; and sums, of the inputs of two groups in the halves of a word, [rows, groups / 2].
+struct BlockInput {
+  Input bytes;
+  std::vector<float> scales;
+  std::vector<int32_t> starts, sums;
+};
+
+struct BlockGemmArgs : GemmArgs {
+  Scales scales;
+  BlockLayout layout;
+  const BlockInput* rows_input;
+  int64_t spans;  // of a row
+  int64_t tile_bytes;
+};
+
+// Returns numbers as the halves of a word.
+inline int32_t halves(int32_t low, int32_t high) {
+  return static_cast<int32_t>((static_cast<uint32_t>(low) & 0xffff) | static_cast<uint32_t>(high) << 16);
+}
+
+// total += the sums of a span * the group's factors.
+inline void add_scaled(I32 sums, I32 factors, I32& total) { total += sums * factors; }
+inline void add_scaled(Shorts sums, I32 factors, I32& total) {
+  total += madd_i16(reinterpret_cast<const I32&>(sums), factors);
+}
+
+template <typename Kind, typename Digits>
+struct BlockDot {
+  using Accumulator = std::conditional_t<ADDS_FOUR, I32, Shorts>;
+  static constexpr int STEPS = Kind::DEPTH / 4;
+  static constexpr int64_t NUMBER = WORD;
+  // Of 16 inputs, eight are added up in each half of a word.
+  static constexpr int64_t UNIT_WORDS = 16 / Kind::DEPTH,
+                           MOST_WORDS = ADDS_FOUR || Kind::DEPTH == 8 ? 32 / Kind::DEPTH : UNIT_WORDS;
+  static constexpr int PLANES = planes_of<Kind>();
+  static constexpr int ROWS = WIDTH == 16 ? 8 : 4, MANY = WIDTH == 16 ? 8 : REGISTERS == 32 ? 5 : 6;
+  static constexpr int UNPACKED_VECTORS = WIDTH == 16 ? 3 : REGISTERS == 32 ? 4 : 2;
+
+  static constexpr int vectors(int rows) {
+    if (WIDTH == 16) return 3;
+    if (rows <= 2) return COLUMNS / WIDTH;
+    return REGISTERS == 32 ? 4 : rows == 3 ? 3 : 2;
+  }
+
+  // Returns true if no sum of a span leaves the bits that it has.
+  static constexpr bool fits(int64_t zero) {
+    if (ADDS_FOUR) return 0 <= zero && zero < 64;
+    return Kind::DEPTH == 8 ? 0 <= zero && zero < 16 : zero == 32;
+  }
+
+  static U32 row(const char* input) { return U32{} + load_as<uint32_t>(input); }
+  static void add(U32 x, U32 numbers, Accumulator& acc) { add_bytes(numbers, x, acc); }
+
+  // The first value of an accumulator, which subtracts the zero point. sums: of the inputs that either half adds up.
+  static int32_t start(int64_t zero, const int32_t (&sums)[2]) {
+    const auto shift = static_cast<int32_t>(-zero);
+    return ADDS_FOUR ? shift * (sums[0] + sums[1]) : halves(shift * sums[0], shift * sums[1]);
+  }
+  static Accumulator started(int32_t start) {
+    const I32 words = I32{} + start;
+    return reinterpret_cast<const Accumulator&>(words);
+  }
+
+  // A group's factor as add_scaled takes it.
+  static I32 factor(I32 number) {
+    if constexpr (ADDS_FOUR) return number;
+    else return (number & 0xffff) | number << 16;
+  }
+};
+
+template <typename Kind, typename Digits>
+struct BlockGemm {
+  using Dot = BlockDot<Kind, Digits>;
+  static constexpr int64_t MOST_BLOCK = 512;  // inputs
+
+  // Returns the layout of weights that this multiplies; no blocks: it does not.
+  static BlockLayout layout(const Scales& scales, const int32_t* starts, int64_t groups, int64_t blocks,
+                            int64_t depth) {
+    constexpr BlockLayout NONE{};
+    if (!scales.factors) return NONE;
+#if OATMILL_CODE_TILES
+    if (starts[1] > Dot::UNIT_WORDS && code_tiles_permitted()) return NONE;  // tiles multiply groups of 32 inputs
+#endif
+    const BlockLayout layout{blocks, groups / blocks, starts[1], Kind::ZERO_POINT + static_cast<int64_t>(scales.zero)};
+    const bool regular = layout.groups_of_block % 2 == 0 && groups * layout.group_words == depth &&
+                         layout.block_words() * Kind::DEPTH <= MOST_BLOCK;
+    const bool of_spans = layout.group_words == Dot::UNIT_WORDS || layout.group_words == 2 * Dot::UNIT_WORDS;
+    for (int64_t g = 0; g < groups; ++g)
+      if (starts[g] != g * layout.group_words) return NONE;
+    return regular && of_spans && Dot::fits(layout.zero) ? layout : NONE;
+  }
+
+  static int64_t span_words(const BlockLayout& layout) { return std::min(layout.group_words, Dot::MOST_WORDS); }
+
+  template <typename T>
+  static BlockInput prepare(const T* from, int64_t rows, int64_t inputs, const BlockLayout& layout) {
+    const int64_t row_bytes = row_stride(inputs, rows), of_block = layout.block_words() * Kind::DEPTH;
+    const int64_t spans = inputs / (span_words(layout) * Kind::DEPTH),
+                  pairs = layout.blocks * layout.groups_of_block / 2;
+    BlockInput input{{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes), {}},
+                     std::vector<float>(rows * layout.blocks),
+                     std::vector<int32_t>(rows * spans),
+                     std::vector<int32_t>(rows * pairs)};
+    char* to = static_cast<char*>(input.bytes.buffer.get());
+    input.bytes.data = to;
+    for_rows(rows, inputs, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) {
+        int8_t* bytes = reinterpret_cast<int8_t*>(to + r * row_bytes);
+        for (int64_t b = 0; b < layout.blocks; ++b)
+          input.scales[r * layout.blocks + b] =
+              round_to_bytes(from + r * inputs + b * of_block, of_block, bytes + b * of_block);
+        sum_up(bytes, layout, spans, &input.starts[r * spans], &input.sums[r * pairs]);
+      }
+    });
+    return input;
+  }
+
+  static void multiply(const BlockGemmArgs& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
+                       char* acc) {
+    float* sums = reinterpret_cast<float*>(acc);
+    std::fill_n(sums, rows * COLUMNS, 0.0f);
+    const WeightStream<Dot::PLANES> words{product.weights + tile * product.tile_bytes,
+                                          product.weights + next_tile * product.tile_bytes, product.depth};
+    for (int64_t b = 0; b < product.layout.blocks; ++b) {
+      const BlockScales scales(product, tile, next_tile, b);
+      const Block block{b, b * product.layout.block_words(), words, scales, kept()};
+      const bool many = rows > Dot::ROWS;
+      if (many && !FIRST_UNPACKS) unpack(product, block);
+      for_each_block(rows, many ? Dot::MANY : Dot::ROWS, [&](int64_t first, int64_t count) {
+        const Function* functions = !many ? FEW.data() : first == 0 && FIRST_UNPACKS ? FIRST.data() : OTHERS.data();
+        functions[count - 1](product, block, first_row + first, sums + first * COLUMNS);
+      });
+    }
+  }
+
+ private:
+  static constexpr bool FIRST_UNPACKS = REGISTERS == 32;
+  static constexpr int MOST_SPANS = MOST_BLOCK / 16;
+
+  // What belongs to a block of a tile, in floats and as integers that products take.
+  struct BlockScales {
+    alignas(64) float scales[COLUMNS];
+    alignas(64) float offset_scales[COLUMNS];
+    alignas(64) int32_t factors[MOST_SPANS * COLUMNS];
+    alignas(64) int32_t offset_factors[MOST_SPANS / 2 * COLUMNS];
+
+    BlockScales(const BlockGemmArgs& product, int64_t tile, int64_t next_tile, int64_t block) {
+      const BlockLayout& layout = product.layout;
+      const Scales& from = product.scales;
+      const int64_t groups = layout.blocks * layout.groups_of_block, first = block * layout.groups_of_block;
+      const int64_t place = (tile * layout.blocks + block) * COLUMNS;
+      const int64_t spans_of_group = layout.group_words / span_words(layout);
+      for (int64_t n = 0; n < COLUMNS; n += WIDTH) {
+        store(scales + n, load_f32(static_cast<const c10::Half*>(from.scales) + place + n));
+        if (from.offsets) store(offset_scales + n, load_f32(static_cast<const c10::Half*>(from.offsets) + place + n));
+      }
+      for (int64_t g = 0; g < layout.groups_of_block; ++g) {
+        from.prefetch((next_tile * groups + first + g) * COLUMNS);
+        const int64_t group = (tile * groups + first + g) * COLUMNS;
+        int32_t* to = factors + g * spans_of_group * COLUMNS;
+        for (int64_t n = 0; n < COLUMNS; n += WIDTH) {
+          const I32 numbers = Dot::factor(load_i32(from.factors + group + n));
+          for (int64_t span = 0; span < spans_of_group; ++span) store_as(to + span * COLUMNS + n, numbers);
+          if (from.offsets && g % 2 == 1) {
+            const I32 low = load_i32(from.offset_factors + group - COLUMNS + n),
+                      high = load_i32(from.offset_factors + group + n);
+            store_as(offset_factors + g / 2 * COLUMNS + n, (low & 0xffff) | high << 16);
+          }
+        }
+      }
+    }
+  };
+
+  struct Block {
+    int64_t index, first;  // the first word
+    const WeightStream<Dot::PLANES>& words;
+    const BlockScales& scales;
+    char* kept;
+  };
+
+  static char* kept() {
+    alignas(64) static thread_local char of_thread[MOST_BLOCK * COLUMNS];
+    return of_thread;
+  }
+
+  template <typename T>
+  static float round_to_bytes(const T* from, int64_t count, int8_t* to) {
+    return quantize_row(from, count,
+                        [&](int64_t k, const int32_t* numbers) {
+                          if constexpr (Kind::DEPTH == 8)
+                            store_as(to + k, lowest_bytes<0, 4, 1, 5, 2, 6, 3, 7>(numbers));
+                          else store_as(to + k, lowest_bytes<0, 2, 1, 3, 4, 6, 5, 7>(numbers));
+                        })
+        .first;
+  }
+
+  static void sum_up(const int8_t* bytes, const BlockLayout& layout, int64_t spans, int32_t* starts, int32_t* sums) {
+    const int64_t of_span = span_words(layout) * Kind::DEPTH, of_group = layout.group_words / span_words(layout);
+    int32_t group[2] = {};
+    for (int64_t span = 0; span < spans; ++span) {
+      int32_t both[2] = {};
+      for (int64_t k = 0; k < of_span; k += 16) add_pair_sums(bytes + span * of_span + k, both);
+      starts[span] = Dot::start(layout.zero, both);
+      const int64_t g = span / of_group;
+      group[g % 2] += both[0] + both[1];
+      if (span % (2 * of_group) == 2 * of_group - 1) {
+        sums[g / 2] = halves(group[0], group[1]);
+        group[0] = group[1] = 0;
+      }
+    }
+  }
+
+  // Adds up the first two and the last two bytes of four words.
+  static void add_pair_sums(const int8_t* bytes, int32_t (&sums)[2]) {
+#if defined(__SSSE3__)
+    __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi8(1), _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    pairs = _mm_add_epi16(pairs, _mm_shuffle_epi32(pairs, 0x4e));
+    pairs = _mm_add_epi16(pairs, _mm_shuffle_epi32(pairs, 0xb1));
+    const int32_t both = _mm_cvtsi128_si32(pairs);
+    sums[0] += static_cast<int16_t>(both), sums[1] += both >> 16;
+#else
+    for (int i = 0; i < 16; ++i) sums[i / 2 % 2] += bytes[i];
+#endif
+  }
+
+  static I32 load_i32(const int8_t* from) {
+#if defined(__AVX512BW__)
+    return reinterpret_cast<I32>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+    return reinterpret_cast<I32>(_mm256_cvtepi8_epi32(_mm_loadu_si64(from)));
+#else
+    using Bytes = int8_t __attribute__((vector_size(WIDTH)));
+    return __builtin_convertvector(load_as<Bytes>(from), I32);
+#endif
+  }
+
+  // Weights of V registers of outputs from a column on, unpacked in registers.
+  template <int V>
+  struct Packed : OneAtATime {
+    const WeightStream<Dot::PLANES>& words;
+    int column;
+
+    [[gnu::always_inline]] Packed(const Block& block, int column) : words(block.words), column(column) {}
+    [[gnu::always_inline]] void prefetch(int64_t k) const { words.template prefetch<V>(k, column); }
+    [[gnu::always_inline]] U32 load(int64_t k, int step, int v) const {
+      return Digits::unpacked(words.read(k, column + v * WIDTH), step);
+    }
+  };
+
+  // The same, which also keeps them for the blocks of rows that follow.
+  template <int V>
+  struct Unpacking : Packed<V> {
+    char* kept;
+    int64_t first;
+
+    [[gnu::always_inline]] Unpacking(const Block& block, int column)
+        : Packed<V>(block, column), kept(block.kept), first(block.first) {}
+    [[gnu::always_inline]] U32 load(int64_t k, int step, int v) const {
+      const U32 numbers = Packed<V>::load(k, step, v);
+      store_as(place(kept, k - first, step, this->column + v * WIDTH), numbers);
+      return numbers;
+    }
+  };
+
+  template <int V>
+  struct Unpacked : OneAtATime {
+    const char* kept;
+    int64_t first;
+    int column;
+
+    [[gnu::always_inline]] Unpacked(const Block& block, int column)
+        : kept(block.kept), first(block.first), column(column) {}
+    [[gnu::always_inline]] void prefetch(int64_t) const {}
+    [[gnu::always_inline]] U32 load(int64_t k, int step, int v) const {
+      return load_as<U32>(place(kept, k - first, step, column + v * WIDTH));
+    }
+  };
+
+  template <typename Byte>
+  static Byte* place(Byte* kept, int64_t word, int step, int column) {
+    return kept + (word * Dot::STEPS + step) * TILE_WORD + column * WORD;
+  }
+
+  static void unpack(const BlockGemmArgs& product, const Block& block) {
+    constexpr int V = COLUMNS / WIDTH;
+    for (int64_t k = block.first; k < block.first + product.layout.block_words(); ++k) {
+      block.words.template prefetch<V>(k, 0);
+#pragma GCC unroll 12
+      for (int v = 0; v < V; ++v) {
+        const auto words = block.words.read(k, v * WIDTH);
+#pragma GCC unroll 4
+        for (int step = 0; step < Dot::STEPS; ++step)
+          store_as(place(block.kept, k - block.first, step, v * WIDTH), Digits::unpacked(words, step));
+      }
+    }
+  }
+
+  template <int R, int V, template <int> typename Weights>
+  static void multiply_block(const BlockGemmArgs& whole, const Block& of_tile, int64_t row, float* acc) {
+    const BlockGemmArgs product = whole;  // copies, of which the compiler knows that no store changes them
+    const Block block = of_tile;
+    const BlockInput& input = *product.rows_input;
+    const char* bytes = product.input + row * product.row_bytes;
+    const int64_t words = span_words(product.layout), spans = product.layout.block_words() / words;
+    const int64_t pairs = product.layout.groups_of_block / 2, row_pairs = product.layout.blocks * pairs;
+    const int32_t* starts = input.starts.data() + row * product.spans + block.index * spans;
+    const int32_t* sums = input.sums.data() + row * row_pairs + block.index * pairs;
+    const float* scales = input.scales.data() + row * product.layout.blocks + block.index;
+    for (int column = 0; column < COLUMNS; column += V * WIDTH) {
+      const Weights<V> weights(block, column);
+      I32 totals[R][V];
+      make_zero(totals);
+      for (int64_t span = 0; span < spans; ++span) {
+        typename Dot::Accumulator accumulators[R][V];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const auto started = Dot::started(starts[r * product.spans + span]);
+#pragma GCC unroll 12
+          for (int v = 0; v < V; ++v) accumulators[r][v] = started;
+        }
+        const int64_t first = block.first + span * words;
+        accumulate_words<Dot>(bytes, product.row_bytes, first, first + words, weights, accumulators);
+        const int32_t* factors = block.scales.factors + span * COLUMNS + column;
+#pragma GCC unroll 12
+        for (int v = 0; v < V; ++v) {
+          const I32 factor = load_as<I32>(factors + v * WIDTH);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) add_scaled(accumulators[r][v], factor, totals[r][v]);
+        }
+      }
+      F32 scaled[R][V];
+#pragma GCC unroll 12
+      for (int v = 0; v < V; ++v) {
+        const F32 scale = load_as<F32>(block.scales.scales + column + v * WIDTH);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) scaled[r][v] = __builtin_convertvector(totals[r][v], F32) * scale;
+      }
+      if (product.scales.offsets) {
+        I32 offsets[R][V];
+        make_zero(offsets);
+        for (int64_t pair = 0; pair < pairs; ++pair) {
+          const int32_t* factors = block.scales.offset_factors + pair * COLUMNS + column;
+          const auto sum_of = [&](int r) { return I32{} + sums[r * row_pairs + pair]; };
+          add_outer<PairSums>(sum_of, [&](int v) { return load_as<I32>(factors + v * WIDTH); }, offsets);
+        }
+#pragma GCC unroll 12
+        for (int v = 0; v < V; ++v) {
+          const F32 scale = load_as<F32>(block.scales.offset_scales + column + v * WIDTH);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r)
+            scaled[r][v] = fma(__builtin_convertvector(offsets[r][v], F32), scale, scaled[r][v]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const F32 scale = F32{} + scales[r * product.layout.blocks];
+#pragma GCC unroll 12
+        for (int v = 0; v < V; ++v) {
+          float* to = acc + r * COLUMNS + column + v * WIDTH;
+          store(to, fma(scaled[r][v], scale, load_as<F32>(to)));
+        }
+      }
+    }
+  }
+
+  struct PairSums {
+    using Accumulator = I32;
+    static void add(I32 sums, I32 factors, I32& total) { dot_i16(sums, factors, total); }
+  };
+
+  using Function = void (*)(const BlockGemmArgs&, const Block&, int64_t, float*);
+  static constexpr auto FEW =
+      by_rows<Dot::ROWS>([]<int R>() -> Function { return &multiply_block<R, Dot::vectors(R), Packed>; });
+  static constexpr auto FIRST = by_rows<FIRST_UNPACKS ? Dot::MANY : 1>(
+      []<int R>() -> Function { return &multiply_block<R, Dot::UNPACKED_VECTORS, Unpacking>; });
+  static constexpr auto OTHERS =
+      by_rows<Dot::MANY>([]<int R>() -> Function { return &multiply_block<R, Dot::UNPACKED_VECTORS, Unpacked>; });
+};
+
+// See gemm.h: run_gemm calls this for blocks.
+template <typename Kernel>
+void multiply_tile(const BlockGemmArgs& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
+                   char* acc) {
+  Kernel::multiply(product, first_row, rows, tile, next_tile, acc);
+}
+
+#endif
+
+}  // namespace oatmill
