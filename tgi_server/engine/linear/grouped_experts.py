@@ -96,7 +96,8 @@ class GroupedExperts(Grouped):
             self.register_parameter(name, getattr(experts, own, None))
         self.is_transposed = experts.is_transposed
         self.gated = experts.has_gate
-        self.activate = experts._apply_gate if experts.has_gate else experts.act_fn
+        # not the module itself, which nothing but a module could replace
+        self.activate = experts._apply_gate if experts.has_gate else experts.act_fn.__call__
 
     def outputs(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         from tgi_server.engine.kernels.triton.grouped_gemm import RowGroups, multiply_groups
