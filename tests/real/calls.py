@@ -22,10 +22,10 @@ def post(server: TextGenerationServer, path: str, body: dict[str, Any]) -> Any:
 
 
 def streamed_lines(server: TextGenerationServer, path: str, body: dict[str, Any]) -> list[str]:
-    """Returns the lines of a stream that are not empty."""
+    """Returns the lines of a stream that are not empty, and no comments, which a stream has while it waits for long."""
     response = send(server, path, body)
     assert response.status_code == 200, f"{path}: {response.status_code} {response.text}"
-    return [line for line in response.text.split("\n") if line]
+    return [line for line in response.text.split("\n") if line and not line.startswith(":")]
 
 
 def generated_tokens(server: TextGenerationServer, prompt: str, tokens: int) -> tuple[list[dict[str, Any]], str, str]:
