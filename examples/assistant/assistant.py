@@ -61,9 +61,7 @@ DECISION_SHARE, TASK_SHARE, MIN_CONFIDENCE = 0.25, 0.4, 0.1
 
 def prompt(messages: list[dict[str, str]]) -> str:
     """Returns a conversation in ChatML, the format of Qwen and others. Texts cannot contain ChatML's special tokens."""
-    turns = [
-        f"<|im_start|>{message['role']}\n{message['content'].replace('<|', '< |')}<|im_end|>\n" for message in messages
-    ]
+    turns = [f"<|im_start|>{turn['role']}\n{turn['content'].replace('<|', '< |')}<|im_end|>\n" for turn in messages]
     return "".join(turns) + "<|im_start|>assistant\n"
 
 
