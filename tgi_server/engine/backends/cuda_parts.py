@@ -29,9 +29,11 @@ _TOKENS = 5
 
 @dataclass(frozen=True, slots=True)
 class MixtureKernels:
-    """How a layer computes its mixture. experts: these have a method `outputs`, if they are `Grouped`. down: of the
-    shared expert, None: there is none. group: sums over the shards, None: there is one. in_16_bits: the router's inputs
-    and weights are multiplied as they are, and summed in float32.
+    """The parts of a layer's mixture that kernels compute.
+
+    experts: the experts; `Grouped` ones have a method `outputs`. down: linear layer of the shared expert; None if there
+    is no shared expert. group: shards whose results are summed; None for a single shard. in_16_bits: True if the router
+    multiplies inputs and weights in 16 bits and sums in float32.
     """
 
     experts: Any

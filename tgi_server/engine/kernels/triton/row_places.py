@@ -1,4 +1,4 @@
-"""Where the next tokens of rows that decode go, in one Triton kernel in place of some eight of torch."""
+"""Slots and lengths of the rows that decode, in one Triton kernel instead of about eight kernels of torch."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # (arguments of kernels are what Triton makes of them)
