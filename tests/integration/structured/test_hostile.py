@@ -8,8 +8,10 @@ import httpx
 import pytest
 
 from tests import hostile_grammars as hostile
+from tests.conftest import ServerFactory
 from tests.integration.structured.test_generate import GRAMMARS, PROMPT, post
 from tests.servers import TextGenerationServer
+from tgi_server import demo_model
 
 HOSTILE: dict[str, dict[str, Any]] = {
     "1,000 references": {"type": "json", "value": hostile.references(1_000)},
@@ -87,15 +89,31 @@ def test_a_grammar_that_fails_after_many_steps_fails_alone(
     assert [neighbour.result() for neighbour in neighbours] == [alone, alone]
 
 
-def test_a_grammar_abandoned_by_its_client_is_ended(demo_server: TextGenerationServer) -> None:
-    """Those who ask after it need not wait for it."""
+def abandon_grammars(server: TextGenerationServer, length: int) -> None:
+    """Sends four requests whose grammars take long to compile, and leaves. length: of the first one."""
     for i in range(4):
-        grammar = {"type": "regex", "value": hostile.optional_letters(290_000 + i)}
+        grammar = {"type": "regex", "value": hostile.optional_letters(length + i)}
         with pytest.raises(httpx.TimeoutException):
             httpx.post(
-                f"{demo_server.url}/generate",
+                f"{server.url}/generate",
                 json={"inputs": PROMPT, "parameters": {"grammar": grammar}},
                 timeout=httpx.Timeout(30, read=0.3),
             )
+
+
+def test_a_grammar_abandoned_by_its_client_is_ended(demo_server: TextGenerationServer) -> None:
+    """The requests end at once, and those who ask after it need not wait for it."""
+    left = "/generate failed: the client disconnected"
+    before = demo_server.lines().count(left)
+    abandon_grammars(demo_server, 290_000)
+    demo_server.wait_until(lambda: demo_server.lines().count(left) == before + 4)
     answer = ask(demo_server, {"type": "json", "value": {"enum": [json.dumps(i) for i in range(40)]}})
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.slow
+def test_abandoned_grammars_do_not_hold_up_the_end(server: ServerFactory) -> None:
+    """Compiled one after the other, in their share of a core, they would take 50 seconds."""
+    running = server(f"--model-id={demo_model.PATH}").wait_until_ready()
+    abandon_grammars(running, 290_000)
+    assert running.stop() == 0

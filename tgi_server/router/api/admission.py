@@ -41,7 +41,7 @@ class Admission:
 
     tenant: the name of the API key, where there are several. owner: of its places: the tenant, or else its address.
     size: bytes of the body, once it is there. on_release: called before the places are freed. refusal: why the
-    server cancelled the request, which is its answer.
+    request was cancelled, which is its answer: the client has left, or the server needs the memory.
     """
 
     def __init__(self, service: Service, request: Request) -> None:
@@ -57,11 +57,13 @@ class Admission:
         self.refusal: RouterError | None = None
         self._places = 0
         self._task = asyncio.current_task()
+        self._watch = request.scope["state"][WATCH]
         self.lease = lease_of(request.scope)
         self.lease.end = self._refuse
 
     async def read(self, model: type[M]) -> M:
-        """Returns the body as `model`. From then on the request counts as in flight.
+        """Returns the body as `model`. From then on the request counts as in flight, and is cancelled when its client
+        leaves.
 
         Raises InvalidRequest; Overloaded when as many are in flight as may be.
         """
@@ -73,6 +75,7 @@ class Admission:
             raise _too_large(limit)
         self.size = len(body)
         self.reserve(1)
+        self._watch(lambda: self._refuse(ClientGone("the client disconnected")))
 
         def parse() -> M:
             content = read_json(body) if received is None else received[1]
@@ -108,12 +111,6 @@ class Admission:
         self.service.capacity.take(places, self.owner)
         self._places += places
 
-    async def unless_left(self, work: Awaitable[T]) -> T:
-        """Returns what `work` returns. Cancels it as soon as the client closes its connection, and waits for its end,
-        so that the request keeps its places until then. Raises ClientGone.
-        """
-        return await unless_left(self.request, work)
-
     def release(self) -> None:
         """Ends what is still generated and gives the places back, though the answer may not have been read."""
         self.on_release()
@@ -124,13 +121,14 @@ class Admission:
         """Ends everything; later calls do nothing. error: why the request was not answered as it should be."""
         if not self.closed:
             self.closed = True
+            self._watch(None)
             self.release()
             self.on_release = _nothing  # without cycles, a request is freed at once and not by the garbage collector
             self.record.end(error)
 
     def _refuse(self, error: RouterError) -> bool:
-        """Ends the request with an error. Returns False if its body still comes, or it has been answered."""
-        if self.closed or self._task is None or not self.size:
+        """Ends the request with an error. Returns False if its body still comes, or it has ended already."""
+        if self.closed or self.refusal is not None or self._task is None or not self.size:
             return False
         self.refusal = error
         return self._task.cancel()
@@ -198,26 +196,6 @@ async def respond_to(
     if not isinstance(response, EventStream):
         admission.close()
     return response
-
-
-async def unless_left(request: Request, work: Awaitable[T]) -> T:
-    """Returns what `work` returns. Cancels it as soon as the client closes its connection. Raises ClientGone."""
-    task, left = asyncio.ensure_future(work), False
-
-    def leave() -> None:
-        nonlocal left
-        left = task.cancel()
-
-    watch = request.scope["state"][WATCH]
-    watch(leave)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if left:
-            raise ClientGone("the client disconnected") from None
-        raise
-    finally:
-        watch(None)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

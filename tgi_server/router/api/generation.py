@@ -153,16 +153,12 @@ class RequestGeneration:
     async def collect(self, requests: Sequence[PreparedRequest]) -> list[TokenStream[CollectedTokens]]:
         """Generates one sequence for each request, all at once, and returns them once all have ended.
 
-        Raises GenerationFailed, or ClientGone.
+        Raises GenerationFailed.
         """
         end = AllEnded(len(requests))
         streams = [self.begin(prepared, CollectedTokens(), end) for prepared in requests]
-        await self.wait_for(end)
+        await end.future
         return streams
-
-    async def wait_for(self, end: "AllEnded") -> None:
-        """Returns once all sequences have ended. Raises GenerationFailed, or ClientGone."""
-        await self.admission.unless_left(end.future)
 
     @property
     def miss(self) -> PrefixMiss | None:

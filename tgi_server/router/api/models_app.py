@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi_server.router.api.access import AccessRules
-from tgi_server.router.api.admission import RECEIVED, SMALL, read_body, read_json, unless_left
+from tgi_server.router.api.admission import RECEIVED, SMALL, read_body, read_json
 from tgi_server.router.api.app import middleware, service_app
+from tgi_server.router.api.connections import WATCH
 from tgi_server.router.api.encoding import error_response
 from tgi_server.router.api.generation import TimeLimits
 from tgi_server.router.api.request_record import RequestRecord, request_id
-from tgi_server.router.errors import InvalidTemplate, NoSuchModel, RouterError, Unhealthy
+from tgi_server.router.errors import ClientGone, InvalidTemplate, NoSuchModel, RouterError, Unhealthy
 from tgi_server.router.models import HostedModel, Models
 from tgi_server.router.service import Service
 from tgi_server.router.text.chat_template import NO_TEMPLATE
@@ -91,7 +92,22 @@ class _Dispatcher:
 
     async def _loaded(self, request: Request, model: HostedModel) -> Service:
         """Returns the service of a model once it is loaded. Raises ClientGone if the client leaves before."""
-        return await unless_left(request, self._models.loaded(model, _deadline(request)))
+        loading, left = asyncio.ensure_future(self._models.loaded(model, _deadline(request))), False
+
+        def leave() -> None:
+            nonlocal left
+            left = loading.cancel()
+
+        watch = request.scope["state"][WATCH]
+        watch(leave)
+        try:
+            return await loading
+        except asyncio.CancelledError:
+            if left:
+                raise ClientGone("the client disconnected") from None
+            raise
+        finally:
+            watch(None)
 
     async def _received(self, request: Request) -> Any:
         """Returns the body as JSON, and leaves both for the route. A body that is not JSON is the route's business."""

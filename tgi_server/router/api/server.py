@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 # Seconds: Linux takes no more, see MAX_TCP_KEEPIDLE of its net/tcp.h.
 _LONGEST_KEEPIDLE = 32767
-_TICKS_OF_A_SECOND = 10
+_WATCH_SECONDS = 1.0
 _TAKEN_AT_ONCE = 16
 _REFUSALS_AT_ONCE = 32
 _REFUSAL_SECONDS = 0.5
@@ -69,7 +69,11 @@ class HttpServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         _bound_silence(sockets or (), self.config.timeout_keep_alive)
-        await super().serve(sockets)
+        watching = asyncio.create_task(self._watch_clients())
+        try:
+            await super().serve(sockets)
+        finally:
+            watching.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         def connection() -> ClientConnection:
@@ -86,11 +90,12 @@ class HttpServer(uvicorn.Server):
             await acceptor.take_waiting()
         await super().shutdown(sockets)
 
-    async def on_tick(self, counter: int) -> bool:
-        if counter % _TICKS_OF_A_SECOND == 0:
+    async def _watch_clients(self) -> None:
+        """Looks for clients that are gone, and for a lack of memory; also while the last requests are finished."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
             self.open_connections.check_clients()
             self.open_connections.account.shed()
-        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

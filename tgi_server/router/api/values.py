@@ -28,17 +28,13 @@ async def encode(
 ) -> Values:
     """Returns what the model computes for texts, whose memory is counted. options: of `ServedEncoder.values`.
 
-    Raises ClientGone, Overloaded, PayloadTooLarge and Unhealthy.
+    Raises Overloaded, PayloadTooLarge and Unhealthy.
     """
     admission.record.read_tokens = tokens = sum(len(each.ids) for each in inputs)
     columns = min(options.get("dimensions") or encoder.info.columns, encoder.info.columns)
     admission.lease.hold(_INPUT_BYTES * tokens + _VALUE_BYTES * len(inputs) * columns)
-
-    async def compute() -> Values:
-        async with admission.service.in_use():
-            return await encoder.values(inputs, **options)
-
-    return await admission.unless_left(compute())
+    async with admission.service.in_use():
+        return await encoder.values(inputs, **options)
 
 
 async def respond_with_values(admission: Admission, make: Callable[[], Any], *, size: int) -> Response:

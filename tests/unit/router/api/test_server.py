@@ -62,7 +62,7 @@ def test_a_second_signal_breaks_the_drain_off():
 
 # What the server uses of uvicorn beside its documented interface.
 INTERNALS = {
-    uvicorn.Server: "serve startup shutdown on_tick capture_signals",
+    uvicorn.Server: "serve startup shutdown capture_signals",
     HttpToolsProtocol: "connection_made connection_lost data_received on_message_begin on_header on_headers_complete "
     "on_body on_message_complete on_response_complete pause_writing resume_writing send_400_response shutdown",
     "server": "config server_state servers started should_exit force_exit",

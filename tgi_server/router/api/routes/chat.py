@@ -116,7 +116,7 @@ async def _whole(
     written = [WholeChoice(conversation.use.client_tools) for _ in range(number)]
     token_ids = request.return_token_ids
     choices = ChatChoices.begin(generation, conversation, prepared, written.__getitem__, end, token_ids=token_ids)
-    await generation.wait_for(end)
+    await end.future
     logprobs = prepared.logprobs is not None
     completion = ChatCompletion(
         object="chat.completion",

@@ -100,7 +100,7 @@ def render(service: Service, conversation: Conversation) -> RenderedPrompt:
 
 
 async def rendered(admission: Admission, conversation: Callable[[], Conversation]) -> RenderedPrompt:
-    """Returns the prompt of a conversation with its images. Raises InvalidRequest, and ClientGone."""
+    """Returns the prompt of a conversation with its images. Raises InvalidRequest."""
     service = admission.service
 
     def make() -> tuple[RenderedPrompt, Conversation]:

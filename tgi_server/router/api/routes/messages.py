@@ -110,7 +110,7 @@ async def _whole(
     """empty: no token was asked for; the one that computing the prompt takes is left out."""
     end, written = AllEnded(1), WholeChoice()
     choices = ChatChoices.begin(generation, conversation, prepared, lambda _: written, end)
-    await generation.wait_for(end)
+    await end.future
     message = _message(generation.service, choices)
     message.context_management = applied
     if empty:

@@ -87,7 +87,7 @@ async def _answer(admission: Admission, request: OllamaChatRequest | OllamaGener
         return generation.stream(outbox, characters=prepared.characters, media_type=LINES)
     all_ended, written = AllEnded(1), WholeChoice()
     choices = ChatChoices.begin(generation, conversation, prepared, lambda _: written, all_ended)
-    await generation.wait_for(all_ended)
+    await all_ended.future
     calls = [_made_call(index, *call) for index, call in enumerate(written.calls)]
     ending = _ending(admission, choices.streams[0])
     logprobs = written.logprobs or UNSET

@@ -27,7 +27,7 @@ async def with_images(
 ) -> RenderedPrompt:
     """Returns the prompt with the tokens of its images. salt: the request's `cache_salt`.
 
-    Raises InvalidRequest, and ClientGone.
+    Raises InvalidRequest.
     """
     text = admission.service.text
     if text.images is None or not sources:
@@ -40,7 +40,7 @@ async def _read(
     admission: Admission, reader: ImageReader, sources: Sequence[ImageSource], salt: str | None
 ) -> tuple[ProcessedImage, ...]:
     client = ImageClient(admission.owner, cache_namespace(admission.tenant, salt), admission.lease)
-    return await admission.unless_left(reader.read(sources, client))
+    return await reader.read(sources, client)
 
 
 async def markdown_prompt(admission: Admission, prompt: str, field: str, salt: str | None = None) -> RenderedPrompt:

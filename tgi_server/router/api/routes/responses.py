@@ -166,7 +166,7 @@ async def _respond(kept: StoredResponses, admission: Admission, request: Respons
     if outbox is not None:
         return generation.stream(outbox, characters=prepared.characters, collects=True)
     assert isinstance(end, AllEnded)
-    await generation.wait_for(end)
+    await end.future
     return generation.respond(finish()[1], characters=prepared.characters, streams=choices.streams)
 
 

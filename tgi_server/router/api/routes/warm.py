@@ -71,7 +71,7 @@ async def _warm(admission: Admission, body: WarmRequest) -> Response:
         keep=KeptPrefix(name, request.ttl_seconds),
     )
     with suppress(Superseded):
-        await generation.wait_for(end)
+        await end.future
     response = WarmResponse(
         prompt_tokens=stream.input_length,
         cached_tokens=stream.cached_tokens,
