@@ -55,7 +55,8 @@ from tgi_server.router.text.tokenizer_config import read_object
 
 logger = logging.getLogger(__name__)
 
-_REPORT_SECONDS = 10.0
+# While shards load, the launcher reports how far they are.
+_REPORT_SECONDS = 60.0
 
 _CLEAR_SECONDS = 60.0
 # Requests in flight and in a batch, and prompt tokens of a step, if neither the operator nor the shards choose.
