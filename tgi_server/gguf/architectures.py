@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tgi_server.gguf import changes, configuration, hybrids, tensor_names
 from tgi_server.gguf.changes import Change
@@ -87,6 +88,18 @@ def architecture_of(file: Gguf) -> Architecture:
             f"the model in transformers format. Those that are served: {known}"
         )
     return found
+
+
+def tensor_headers(file: Gguf) -> dict[str, dict[str, Any]]:
+    """Returns dtype, shape and data_offsets of each tensor, as safetensors has them, by its name in `transformers`.
+
+    Raises GgufError.
+    """
+    place = architecture_of(file).name_in_model
+    return {
+        place(name) or name: {"dtype": each.kind.name, "shape": list(each.shape), "data_offsets": [0, each.raw.size]}
+        for name, each in file.tensors.items()
+    }
 
 
 def config_of(file: Gguf) -> Config:

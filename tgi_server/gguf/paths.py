@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 SUFFIX = ".gguf"
+# The file for `tensor_headers` in a folder that describes a GGUF file.
+TENSORS = "gguf_tensors.json"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from shared.control_groups import available_ram
 from shared.gpus import has_gpu
-from tgi_server.gguf.paths import SUFFIX, GgufError, first_part
+from tgi_server.gguf.paths import SUFFIX, TENSORS, GgufError, first_part
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.model_files.ready_models import ADAPTER_WEIGHTS
 from tgi_server.router.adapter_source import AdapterSource
 from tgi_server.shard.settings import QUANTIZE_OF_METHOD, ROUNDED_BYTES
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files in which older tools say how they quantized a model.
 _OLDER_SETTINGS = ("quantize_config.json", "quant_config.json")
@@ -194,6 +194,8 @@ def _bytes(tensor: Mapping[str, Any], settings: LauncherSettings) -> float:
 
 def _tensors(folder: Path) -> Header:
     """Returns all tensors of the model. Raises CannotStartError for files that are missing or not whole."""
+    if (described := folder / TENSORS).is_file():
+        return read_object(described)
     index = folder / _INDEX
     if gguf := sorted(file for file in folder.glob(f"*{SUFFIX}") if first_part(file.name)):
         return _gguf_tensors(gguf[0])
@@ -215,18 +217,13 @@ def _tensors(folder: Path) -> Header:
 
 def _gguf_tensors(file: Path) -> Header:
     """Returns the tensors of a GGUF file in this form, by their names in `transformers`. Raises CannotStartError."""
-    from tgi_server.gguf.architectures import architecture_of  # imports numpy, which other models do not need here
+    from tgi_server.gguf.architectures import tensor_headers  # imports numpy, which other models do not need here
     from tgi_server.gguf.file import read_gguf
 
     try:
-        model = read_gguf(file, texts=False)
-        place = architecture_of(model).name_in_model
+        return tensor_headers(read_gguf(file, texts=False))
     except GgufError as error:
         raise CannotStartError(str(error)) from None
-    return {
-        place(name) or name: {"dtype": each.kind.name, "shape": list(each.shape), "data_offsets": (0, each.raw.size)}
-        for name, each in model.tensors.items()
-    }
 
 
 def _header(file: Path) -> Header:

@@ -11,9 +11,10 @@ from shared.processes import die_with_parent
 from tgi_server.gguf.paths import SUFFIX, GgufError, adapter_file
 from tgi_server.launcher import commands
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
-from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_object
+from tgi_server.launcher.preflight import ADAPTER_CONFIG, read_object
 from tgi_server.launcher.processes.child import Command
 from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.model_files.ready_models import complete_folder, ready_model
 from tgi_server.router.adapter_source import AdapterSource
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,8 @@ async def find_model(settings: LauncherSettings) -> Path:
     ModelMissingError when that cannot be done, and CannotStartError for a local folder without a model.
     """
     _check_local(settings.model_id)
-    folder = None
-    if not (settings.gguf_file or settings.tokenizer_name):
-        folder = _ready_folder(settings.model_id) or _described_folder(settings)
-    if folder is None or b'"medusa_num_heads"' in (folder / "config.json").read_bytes():
-        folder = await _download(commands.download(settings, settings.model_id))
-    return folder
+    folder = ready_model(settings.model_id, settings.gguf_file, settings.tokenizer_name, settings.huggingface_hub_cache)
+    return folder or await _download(commands.download(settings, settings.model_id))
 
 
 def recognized(settings: LauncherSettings, folder: Path) -> LauncherSettings:
@@ -76,7 +73,7 @@ async def fetch_further_models(settings: LauncherSettings) -> None:
     for encoder in filter(None, (settings.embedding_model_id, settings.rerank_model_id)):
         _check_local(encoder)
     for model in filter(None, (settings.speculative_model, settings.embedding_model_id, settings.rerank_model_id)):
-        if not _ready_folder(model):
+        if not complete_folder(model):
             await _download(commands.download(settings, model))
 
 
@@ -127,27 +124,6 @@ def _check_local(model_id: str) -> None:
     described = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     if not described and not any(folder.glob(f"**/*{SUFFIX}")):
         raise CannotStartError(f"{folder} has no config.json; is it a model folder in transformers format?")
-
-
-def _ready_folder(model_id: str) -> Path | None:
-    """Returns the folder when it has all that a shard reads; None when something has to be fetched or converted."""
-    folder = Path(model_id).expanduser()
-    weights = [file for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS]
-    return folder if (folder / "config.json").is_file() and weights else None
-
-
-def _described_folder(settings: LauncherSettings) -> Path | None:
-    """Returns the folder that an earlier start has made for a GGUF file on this machine; None if there is none."""
-    file = Path(settings.model_id).expanduser()
-    if file.suffix != SUFFIX or not file.is_file():
-        return None
-    # These import huggingface_hub and numpy, which other models do not need here.
-    from huggingface_hub import constants
-
-    from tgi_server.model_files.gguf_models import known_description
-
-    cache = settings.huggingface_hub_cache
-    return known_description(file) if cache is None or cache == Path(constants.HF_HUB_CACHE) else None
 
 
 def _check_cache(environment: Mapping[str, str]) -> None:

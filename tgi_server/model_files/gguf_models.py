@@ -14,12 +14,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from tgi_server import gguf
-from tgi_server.gguf.architectures import config_of
-from tgi_server.gguf.configuration import pooling
-from tgi_server.gguf.file import read_gguf
-from tgi_server.gguf.metadata import Metadata
-from tgi_server.gguf.paths import SUFFIX, GgufError, first_part, gguf_parts
-from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
+from tgi_server.gguf.paths import SUFFIX, TENSORS, GgufError, first_part, gguf_parts
 from tgi_server.model_files.copies import files_path, storage_hint, unfinished_folder
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.model_files.tokenizer_files import tokenizer_files
@@ -95,6 +90,8 @@ def gguf_of_folder(folder: Path, choice: GgufChoice) -> Path | None:
 
 def is_gguf_adapter(file: Path) -> bool:
     """Returns True for an adapter. Raises ModelUnavailable for a file that is damaged."""
+    from tgi_server.gguf.file import read_gguf
+
     try:
         return read_gguf(file, texts=False).is_adapter
     except GgufError as error:
@@ -151,8 +148,15 @@ def _code() -> bytes:
 
 def _describe(parts: Sequence[Path], tokenizer: Mapping[Path, Path], folder: Path) -> None:
     """Writes the folder. tokenizer: files of another tokenizer, by their names in the folder."""
+    # These import numpy and gguf, which a folder that is known does not need.
+    from tgi_server.gguf.architectures import config_of, tensor_headers
+    from tgi_server.gguf.configuration import pooling
+    from tgi_server.gguf.file import read_gguf
+    from tgi_server.gguf.metadata import Metadata
+    from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
+
     model = read_gguf(parts[0])
-    contents: dict[str, Any] = {"config.json": config_of(model)}
+    contents: dict[str, Any] = {"config.json": config_of(model), TENSORS: tensor_headers(model)}
     if own := pooling(Metadata(model)):
         modules = [("", "Transformer"), (_POOLING.parent.name, "Pooling")]
         kinds = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in modules]

@@ -31,6 +31,7 @@ def main() -> None:
     from tgi_server.router.several import several_models
     from tgi_server.router.startup import one_model, run
 
+    gc.freeze()
     gc.enable()
     _unmap_large_buffers()
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)

@@ -13,6 +13,7 @@ from shared.settings import fail, package_version, read_settings
 from tgi_server.contract import Task
 from tgi_server.loading import IMPORTING, percent_of, remove_progress, write_progress
 from tgi_server.model_files.errors import ModelUnavailable
+from tgi_server.model_files.ready_models import ready_model
 from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
 from tgi_server.shard.sockets import shard_socket
 
@@ -60,29 +61,11 @@ def serve(arguments: Sequence[str]) -> None:
     leave_threads_unbound()
     let_idle_threads_sleep()
 
-    from tgi_server.model_files.download import find_model, find_models
-
     socket = shard_socket(settings.uds_path, settings.rank)
     logger.info("loading: %s", IMPORTING)
     write_progress(socket, 0, IMPORTING)
     try:
-        trust = settings.trust_remote_code
-        own = {"gguf_file": settings.gguf_file, "tokenizer_name": settings.tokenizer_name}
-        folders: dict[Task, Path] = {
-            task: find_model(model_id, settings.revision, trust_remote_code=trust, **own)
-            if model_id == settings.model_id
-            else find_model(model_id, None, trust_remote_code=trust)
-            for task, model_id in settings.encoders.items()
-        }
-        generates, drafts = None, None
-        if settings.generates:
-            generates, drafts = find_models(
-                settings.model_id,
-                settings.revision,
-                settings.speculative_model,
-                trust_remote_code=trust,
-                **own,
-            )
+        generates, drafts, folders = _folders(settings)
 
         from tgi_server.shard.lean_imports import lean_imports
 
@@ -92,6 +75,7 @@ def serve(arguments: Sequence[str]) -> None:
 
             from tgi_server.shard import server  # imports torch, which takes seconds
 
+            gc.freeze()
             gc.enable()
             loaded = server.load(settings, generates, drafts, folders)
         server.serve(settings, generates, folders, loaded)
@@ -101,6 +85,34 @@ def serve(arguments: Sequence[str]) -> None:
         sys.exit(INTERRUPTED)
     finally:
         remove_progress(socket)
+
+
+def _folders(settings: ShardSettings) -> tuple[Path | None, Path | None, dict[Task, Path]]:
+    """Returns the folders of the model that generates, of what drafts for it, and of encoders, by task.
+
+    None: there is no such model. Raises ModelUnavailable.
+    """
+    if settings.generates and not settings.encoders and settings.speculative_model is None:
+        ready = ready_model(settings.model_id, settings.gguf_file, settings.tokenizer_name)
+        if ready is not None:
+            return ready, None, {}
+
+    from tgi_server.model_files.download import find_model, find_models  # imports the hub's client
+
+    trust = settings.trust_remote_code
+    own = {"gguf_file": settings.gguf_file, "tokenizer_name": settings.tokenizer_name}
+    encoders: dict[Task, Path] = {
+        task: find_model(model_id, settings.revision, trust_remote_code=trust, **own)
+        if model_id == settings.model_id
+        else find_model(model_id, None, trust_remote_code=trust)
+        for task, model_id in settings.encoders.items()
+    }
+    if not settings.generates:
+        return None, None, encoders
+    folder, drafts = find_models(
+        settings.model_id, settings.revision, settings.speculative_model, trust_remote_code=trust, **own
+    )
+    return folder, drafts, encoders
 
 
 def download_weights(arguments: Sequence[str]) -> None:

@@ -11,10 +11,12 @@ from tests.adapters import make_adapter
 from tests.gguf_adapters import write_gguf_adapter
 from tests.gguf_models import make_gguf
 from tests.tiny_models import make_llama
+from tgi_server.gguf.paths import TENSORS
 from tgi_server.model_files import gguf_models
 from tgi_server.model_files.download import find_model
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.model_files.gguf_models import GgufChoice, described, known_description, split_kind
+from tgi_server.model_files.ready_models import ready_model
 
 NAMES = ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "Q6_K/m-Q6_K-00001-of-00002.gguf", "Q6_K/m-Q6_K-00002-of-00002.gguf")
 
@@ -79,8 +81,24 @@ def test_the_folder_of_a_file_links_to_it(file: Path, cache: Path) -> None:
     assert (folder / file.name).resolve() == file
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 64
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [2]}
-    assert described(file) == known_description(file) == folder
+    tensors = json.loads((folder / TENSORS).read_text())
+    assert tensors["model.embed_tokens.weight"]["shape"][1] == 64
+    assert described(file) == known_description(file) == ready_model(str(file)) == folder
     assert find_model(str(file.parent), None) == folder
+
+
+def test_a_folder_is_known_at_once_unless_something_has_to_be_looked_up(file: Path, tmp_path: Path) -> None:
+    assert ready_model(str(file)) is None
+    folder = described(file)
+    assert ready_model(str(folder)) is None  # it has no safetensors files
+    assert ready_model(str(file), cache=tmp_path / "another") is None
+    assert ready_model(str(file), tokenizer_name="maker/model") is None
+    assert ready_model("maker/model") is None
+    (folder / "model.safetensors").touch()
+    assert ready_model(str(folder)) == folder
+    assert ready_model(str(folder), gguf_file="other.gguf") is None
+    (folder / "config.json").write_text('{"medusa_num_heads": 2}')
+    assert ready_model(str(folder)) is None
 
 
 def test_a_later_version_describes_a_file_anew(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

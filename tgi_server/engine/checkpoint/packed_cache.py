@@ -9,20 +9,15 @@ the classes are those of layers, specs and configurations (`_named`). File and f
 
 import importlib
 import logging
-import mmap
 import os
 import pickle
 import re
 import signal
 import stat
-import struct
 import sys
 import tempfile
 import time
-import zipfile
-import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -35,10 +30,10 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from transformers import GenerationConfig, PreTrainedConfig
 
-from shared.control_groups import usable_cores
 from shared.processes import die_with_parent
+from tgi_server.engine.checkpoint.checksums import Checksums
 from tgi_server.engine.checkpoint.model_digest import model_digests
-from tgi_server.engine.checkpoint.stored_weights import copied_from
+from tgi_server.engine.checkpoint.stored_weights import LEAST, copied_from
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.kernels import compiled_library, load_kernels
 from tgi_server.engine.kernels.build import is_private
@@ -186,12 +181,14 @@ def _save(content: Any, file: BinaryIO) -> None:
 def _read(path: Path, kind: type[T]) -> T | None:
     try:
         with _opened(path) as file:
-            _check(file)
+            checksums = Checksums.of(file)
+            checksums.check(LEAST)  # what is read as pickled objects is among these
             own = f"/dev/fd/{file}"  # the path may lead elsewhere by now
             os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
             classes = [_named(name) for name in get_unsafe_globals_in_checkpoint(own)]
-            with safe_globals(classes), copied_from(path, file):
+            with safe_globals(classes), copied_from(path, file, checksums):
                 content = torch.load(own, weights_only=True, mmap=True)
+            checksums.check()
             if not isinstance(content, kind):
                 raise TypeError(f"it has a {type(content).__name__}, not packed weights")
             forget_file(path)  # packed weights were copied into huge pages
@@ -267,22 +264,3 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         own: Tensor = value.detach().clone()
         return (nn.Parameter(own, requires_grad=False) if isinstance(value, nn.Parameter) else own).__reduce_ex__(2)
-
-
-def _check(file: int) -> None:
-    """Raises OSError or BadZipFile for a file that is damaged."""
-
-    def is_damaged(part: zipfile.ZipInfo) -> bool:
-        name, extra = struct.unpack_from("<HH", content, part.header_offset + 26)  # bytes in front of the part
-        start = part.header_offset + 30 + name + extra
-        return zlib.crc32(content[start : start + part.file_size]) != part.CRC
-
-    with (
-        open(file, "rb", closefd=False) as stream,
-        mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as content,
-        zipfile.ZipFile(stream) as archive,
-        ThreadPoolExecutor(usable_cores()) as threads,
-    ):
-        if any(threads.map(is_damaged, archive.infolist())):
-            raise OSError("its checksums are wrong")

@@ -6,6 +6,7 @@ A model that sleeps gives the copies up, and reads them from the same places whe
 import ctypes
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,10 +20,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shared.control_groups import usable_cores
+from tgi_server.engine.checkpoint.checksums import Checksums
 from tgi_server.engine.memory_map import Mappings
 
-# Bytes of what a thread reads or writes at once, of a cache's line, and of the least weight that is read by threads.
-_PIECE, _LINE, _LEAST = 8 << 20, 64, 256 << 10
+# Bytes of what a thread reads or writes at once, of the same with a checksum, which a core's cache holds, and of a
+# cache's line.
+_PIECE, _CHECKED_PIECE, _LINE = 8 << 20, 1 << 20, 64
+# Bytes of the least weight that is read by threads.
+LEAST = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,26 @@ class FilePiece:
     file: int
     offset: int
 
-    def cut(self) -> Iterator["FilePiece"]:
-        for start in range(0, self.size, _PIECE):
-            yield FilePiece(self.address + start, min(_PIECE, self.size - start), self.file, self.offset + start)
+    def cut(self, size: int = _PIECE) -> Iterator["FilePiece"]:
+        for start in range(0, self.size, size):
+            yield FilePiece(self.address + start, min(size, self.size - start), self.file, self.offset + start)
+
+    def move(self, call: Callable[[int, list[memoryview], int], int]) -> None:
+        """Reads or writes it. call: os.preadv or os.pwritev. Raises OSError."""
+        memory, done = self.memory, 0
+        while done < self.size:
+            moved = call(self.file, [memory[done:]], self.offset + done)
+            if not moved:
+                raise OSError("a file with weights ends early")
+            done += moved
+
+    def read(self) -> int:
+        """Reads it, and returns the CRC-32 of its bytes. Raises OSError."""
+        checksum = 0
+        for piece in self.cut(_CHECKED_PIECE):
+            piece.move(os.preadv)
+            checksum = zlib.crc32(piece.memory, checksum)
+        return checksum
 
     @property
     def memory(self) -> memoryview:
@@ -70,17 +92,8 @@ class FilePiece:
 
 def move(call: Callable[[int, list[memoryview], int], int], pieces: Iterable[FilePiece]) -> None:
     """Reads or writes pieces, with one thread per core. call: os.preadv or os.pwritev. Raises OSError."""
-
-    def move_one(piece: FilePiece) -> None:
-        memory, done = piece.memory, 0
-        while done < piece.size:
-            moved = call(piece.file, [memory[done:]], piece.offset + done)
-            if not moved:
-                raise OSError("a file with weights ends early")
-            done += moved
-
     with ThreadPoolExecutor(usable_cores()) as threads:
-        for _ in threads.map(move_one, [part for piece in pieces for part in piece.cut()]):
+        for _ in threads.map(lambda part: part.move(call), [part for piece in pieces for part in piece.cut()]):
             pass
 
 
@@ -90,9 +103,10 @@ _places = WeakTensorKeyDictionary()
 class _UnreadCopies:
     """Copies of weights of a file that is mapped, side by side in huge pages. Their contents are read in the end."""
 
-    def __init__(self, path: Path, file: int) -> None:
+    def __init__(self, path: Path, file: int, checksums: Checksums) -> None:
         """file: the descriptor of the file. Raises OSError."""
         self._path, self._file, self._state = path, file, FileState.of(file)
+        self._checksums = checksums
         # What is not used takes no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._memory = mmap.mmap(-1, max(1, self._state.size), flags=flags)
@@ -104,7 +118,7 @@ class _UnreadCopies:
 
     def add(self, weight: Tensor) -> Tensor:
         """Returns the copy of a weight. If it is large, it has no contents yet."""
-        if weight.nbytes < _LEAST or self._used + weight.nbytes > len(self._memory):
+        if weight.nbytes < LEAST or self._used + weight.nbytes > len(self._memory):
             copy: Tensor = torch.ops.oatmill.linear_copy(weight)
             self._originals.append((copy, weight))
             return copy
@@ -116,7 +130,7 @@ class _UnreadCopies:
         return copy
 
     def read(self) -> None:
-        """Reads the contents, and notes the places in the file, if they are known. Raises OSError."""
+        """Reads and checks the contents, and notes the places in the file, if they are known. Raises OSError."""
         try:
             memory, name = Mappings.now(), os.readlink(f"/proc/self/fd/{self._file}")
         except OSError:  # no Linux
@@ -126,11 +140,15 @@ class _UnreadCopies:
                 _places[copy] = StoredPlace(self._path, self._state, offset)
         pieces = []
         for copy, weight in self._unread:
-            if (place := place_of(copy)) is None:
-                copy.copy_(weight)
-            else:
+            place = place_of(copy)
+            if place is not None and self._checksums.has(place.offset, copy.nbytes):
                 pieces.append(FilePiece(copy.data_ptr(), copy.nbytes, self._file, place.offset))
-        move(os.preadv, pieces)
+            else:
+                copy.copy_(weight)
+        pieces.sort(key=lambda piece: piece.size, reverse=True)  # so that threads end at the same time
+        with ThreadPoolExecutor(usable_cores()) as threads:
+            for piece, checksum in zip(pieces, threads.map(FilePiece.read, pieces), strict=True):
+                self._checksums.compare(piece.offset, checksum)
 
 
 _copies: ContextVar[_UnreadCopies | None] = ContextVar("copies", default=None)
@@ -148,12 +166,13 @@ def copy_of_stored(weight: Tensor) -> Tensor:
 
 
 @contextmanager
-def copied_from(path: Path, file: int) -> Iterator[None]:
+def copied_from(path: Path, file: int, checksums: Checksums) -> Iterator[None]:
     """Copies the weights that the block copies from a file, which it maps, in its end; and notes their places.
 
-    Threads read them, for the first use of memory takes longer than the copying. file: the descriptor. Raises OSError.
+    Threads read them, for the first use of memory takes longer than the copying. file: the descriptor. checksums: of
+    the file's parts, which are checked as they are read. Raises OSError.
     """
-    copies = _UnreadCopies(path, file)
+    copies = _UnreadCopies(path, file, checksums)
     token = _copies.set(copies)
     try:
         yield
