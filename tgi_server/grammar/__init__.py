@@ -1,8 +1,8 @@
 """Text that has to match a regular expression, a JSON schema or a context-free grammar.
 
-Start reading at `compiler.py`: what a request asks for becomes a matcher. `constraint.py` is one sequence's matcher at
-work, and `thoughts.py` the budget of its thoughts. Grammars from outside are tried in a process of its own before:
-`sandbox.py`. Nothing here needs torch, which that process has no use for.
+Start reading at `compiler.py`, which compiles the grammar of a request to a matcher. `constraint.py` applies a matcher
+to one sequence, and `thoughts.py` enforces a reasoning budget. `sandbox.py` tries grammars of clients in a separate
+process first. Nothing here needs torch, so that process does not load it.
 """
 
 from tgi_server.grammar.compiler import GrammarCompiler

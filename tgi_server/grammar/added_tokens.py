@@ -19,16 +19,16 @@ class _Added(msgspec.Struct):
 
 
 class _Definition(msgspec.Struct):
-    """The part of a tokenizer.json that is read here: all of it takes half a second if the vocabulary is large."""
+    """The part of a tokenizer.json that is decoded here. Decoding a large vocabulary as well takes half a second."""
 
     added_tokens: list[_Added] | None = None
 
 
 def decoded(definition: str) -> Any:
-    """Returns a tokenizer.json as Python objects, in a third of the time that json takes. Raises ValueError."""
+    """Decodes a tokenizer.json to Python objects. Raises ValueError."""
     try:
-        return msgspec.json.decode(definition)
-    except msgspec.MsgspecError:  # which is strict about text that json takes
+        return msgspec.json.decode(definition)  # takes a third of json's time
+    except msgspec.MsgspecError:  # it refuses some text that json accepts
         return json.loads(definition)
 
 
@@ -43,11 +43,11 @@ def added_ids(definition: str) -> dict[str, int]:
 
 
 def add_missing_tokens(tokenizer: Tokenizer, model: Path) -> bool:
-    """Adds the tokens that only other files of the folder have. Returns False if there are none.
+    """Adds tokens to `tokenizer` that other files of the model's folder declare. Returns True if it added any.
 
-    Ids are given in the order of the files' ids: each gets the first one that is free, as in `transformers`. Tokens
-    beyond the model's vocabulary are left out: it could not read them. Raises OSError, or ValueError for a file that
-    does not have what it should.
+    Tokens are added in the order of their ids in the files; each gets the next free id, as in `transformers`. Tokens
+    beyond the model's vocabulary are left out: the model has no embedding for them. Raises OSError, or ValueError for a
+    file with unexpected content.
     """
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     missing = [token for token in _declared(model) if token.content not in added]
@@ -66,13 +66,16 @@ def add_missing_tokens(tokenizer: Tokenizer, model: Path) -> bool:
 
 
 def has_further_tokens(definition: str, model: Path) -> bool:
-    """Returns True if files of the folder have tokens that a tokenizer.json does not add. Raises as the above does."""
+    """Returns True if other files of the folder declare tokens that the tokenizer.json `definition` does not add.
+
+    Raises OSError, or ValueError for a file with unexpected content.
+    """
     declared = {token.content for token in _declared(model)}
     return bool(declared) and not declared <= added_ids(definition).keys()
 
 
 def _declared(model: Path) -> Iterator[AddedToken]:
-    """Yields the tokens that the files add, in the order of their ids, then the ones that only have a name."""
+    """Yields the tokens that the files declare with ids, in the order of these ids, then those without an id."""
     config = _read(model / _CONFIG)
     given = config.get("added_tokens_decoder")
     if given is None:
@@ -124,7 +127,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _vocabulary_size(model: Path) -> int | None:
-    """Returns the number of tokens that the model knows; None if its configuration does not say it."""
+    """Returns the model's vocabulary size; None if its config.json does not give it."""
     config = _read(model / "config.json")
     text = config.get("text_config")
     found = (text if isinstance(text, dict) else {}).get("vocab_size", config.get("vocab_size"))

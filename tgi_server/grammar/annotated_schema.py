@@ -1,8 +1,9 @@
-"""JSON schemas with `x-span`, `x-lark` and `x-hint`, which no JSON schema compiler knows, as Lark grammars.
+"""Writes JSON schemas with the project's own keywords `x-span`, `x-lark` and `x-hint` as Lark grammars.
 
-The objects and arrays on the way to an annotated schema become rules; everything beside it is left to llguidance
-(`%json`). A span is a terminal made of the text that it is taken from. `x-lark` is the grammar of a text. A hint is a
-marker: a token that the engine replaces by the words of the hint, which the model sees and the text does not have.
+The objects and arrays that contain an annotated schema become rules; all other schemas are left to llguidance
+(`%json`). `x-span`: the value is a substring of a source text, which becomes a terminal. `x-lark`: the value matches a
+Lark grammar. `x-hint`: the engine shows the model some words before the value; the generated text does not have them.
+The grammar has a marker there, a token id that the engine replaces by the tokens of the words.
 """
 
 import json
@@ -47,12 +48,12 @@ def annotated_lark(
     frame: str = "",
     places: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, dict[int, str]]:
-    """Returns the grammar, and the hint of each marker in it.
+    """Returns the Lark grammar, and the words of each hint by its marker.
 
-    schema: translated. text: what spans without a source of their own are taken from. markers: token ids to be used.
-    frame: a grammar around parts of the schema; without one, the schema is all. places: references to the parts that
-    the frame names, by their names there.
-    Raises InvalidGrammar that says what cannot be combined.
+    schema: the definition of an `EnforcedSchema`. text: the source of spans whose schema names none. markers: token ids
+    that may be used as markers. frame: a Lark grammar around parts of the schema; empty: the schema is the grammar.
+    places: references in the schema, by the JSON pointers that the frame has for them.
+    Raises InvalidGrammar if keywords cannot be combined.
     """
     writer = _Writer(schema.get("$defs", {}), text, markers)
     if frame:
@@ -124,7 +125,7 @@ class _Writer:
             )
 
     def _alone(self, schema: Any) -> Any:
-        """The schema as a document of its own: it takes along what its references lead to."""
+        """Returns the schema as a document of its own, with the definitions that it refers to."""
         if not isinstance(schema, dict):
             return {"allOf": [schema]} if schema is False else {}
         needed: dict[str, Any] = {}
@@ -138,11 +139,11 @@ class _Writer:
         return {**schema, **({"$defs": definitions} if definitions else {}), "x-guidance": JSON_LAYOUT}
 
     def _leads_to_annotation(self, schema: Any) -> bool:
-        """Returns True if there is one in the schema, or in what it refers to."""
+        """Returns True if the schema, or a schema that it refers to, has an annotation."""
         return _is_annotated(schema) or not self._annotated.isdisjoint(_references(schema))
 
     def _annotated_references(self) -> set[str]:
-        """Returns the references from which a way leads to an annotation."""
+        """Returns the references to schemas that have an annotation, themselves or through further references."""
         naming: dict[str, list[str]] = defaultdict(list)
         for reference, schema in self._definitions.items():
             for named in _references(schema):
@@ -157,7 +158,7 @@ class _Writer:
         return found
 
     def _object(self, schema: dict[str, Any], place: str) -> str:
-        """Properties come in the order of the schema. There are no others: a text without them is always valid."""
+        """Writes a rule for an object. Properties come in the order of the schema; others are never written."""
         self._only(schema, _OBJECT, place)
         if schema.get("type", "object") != "object":
             raise InvalidGrammar(f"a schema with properties (at {place}) must be of type object")
@@ -166,7 +167,7 @@ class _Writer:
         if missing:
             raise InvalidGrammar(f"the required property {missing[0]!r} (at {place}) is not among the properties")
         members = [(self._member(key, value, place), key in required) for key, value in properties.items()]
-        # From the last to the first: what may follow when something has been written, and when nothing has.
+        # From the last member to the first. after: what may follow another member; first: what may follow the brace.
         after = first = '""'
         for member, needed in reversed(members):
             more = self._add(f'"{ITEM_SEPARATOR}" {member} {after}')
@@ -239,7 +240,7 @@ class _Writer:
         return self._texts[definition]
 
     def _terminal(self, granularity: str, source: str) -> str:
-        """A span of the source as a JSON string. Its pieces are written as JSON, so that no escape is cut."""
+        """Returns a terminal for spans of the source as JSON strings. Pieces are JSON, so that no escape is cut."""
         name = self._sources.get((granularity, source))
         if name is None:
             name = self._sources[granularity, source] = f"SPAN{len(self._sources)}"
@@ -265,5 +266,5 @@ def _references(schema: Any) -> set[str]:
 
 
 def _quoted(text: str) -> str:
-    """A text as a Lark literal."""
+    """Returns a text as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The end of a text that has to end soon: few tokens that make it match its grammar."""
+"""Finds few tokens that complete a text so that it matches its grammar, for a text that has to end soon."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 Ranks = NDArray[np.int64]
 
 _CLOSERS, _COMMA, _QUOTE = b"}])", b",", b'"'
-# Tokens whose spelling says nothing about how soon they end a text.
+# Rank of tokens whose spelling says nothing about how soon they end a text.
 _OTHERS = 8
 # First bytes of the tokens that have other ranks: few of a large vocabulary.
 _RANKED = frozenset(b"%c" % byte for byte in b'}]),"0123456789ntf[{')
-# So few tokens are all tried.
+# If the grammar allows at most this many tokens, each of them is tried.
 _FEW = 12
 _NEVER = 2**40
 
 
 class ClosingOrder:
-    """Ranks a model's tokens by how soon they end a text, first of all one in JSON.
+    """Ranks a model's tokens by how soon they are likely to end a text, above all JSON.
 
-    Where the grammar allows letters, as inside strings, a quotation mark comes first; elsewhere brackets that close.
+    Where the grammar allows letters, as inside strings, quotation marks come first; elsewhere closing brackets do.
     """
 
     def __init__(self, spellings: Sequence[bytes]) -> None:
@@ -33,7 +33,7 @@ class ClosingOrder:
         for token, text in ranked:
             within[token], outside[token] = _rank_within(text), _rank_outside(text)
         self._others = (outside == _OTHERS) & (within == _OTHERS)
-        # Of the others, the longest or the shortest ones may lead to an end sooner.
+        # Among the other tokens, the longest or the shortest may lead to an end sooner: there is an order for each.
         self._orders = [
             (_order(within, lengths, longest=longest), _order(outside, lengths, longest=longest))
             for longest in (True, False)
@@ -43,20 +43,20 @@ class ClosingOrder:
         return len(self._orders)
 
     def is_other(self, token: int) -> bool:
-        """Returns True for a token whose spelling says nothing."""
+        """Returns True for a token whose spelling says nothing about how soon it ends a text."""
         return bool(self._others[token])
 
     def best(self, allowed: NDArray[np.bool_], attempt: int) -> int:
-        """Returns the token to take. allowed: by token. attempt: one of as many orders as there are."""
+        """Returns the best allowed token. allowed: [vocab_size]. attempt: index of one of the len(self) orders."""
         within, outside = self._orders[attempt]
         ranks = within if allowed[self._letters].any() else outside
         return int(np.where(allowed[: len(ranks)], ranks, _NEVER).argmin())
 
 
 def closing_tokens(matcher: LLMatcher, order: ClosingOrder, most: int, markers: Collection[int]) -> list[int] | None:
-    """Returns tokens that end the text; None if at most `most` were not found to do so. The matcher stays as it is.
+    """Returns at most `most` tokens that complete the text; None if none were found. Does not change the matcher.
 
-    markers: tokens that the grammar may require in certain places, and the model never chooses.
+    markers: token ids of hints, which the grammar requires in certain places.
     """
     found: list[int] | None = None
     for attempt in range(len(order)):
@@ -91,7 +91,7 @@ def _follow(
 
 
 def _shortest(matcher: LLMatcher, allowed: NDArray[np.bool_]) -> int:
-    """Returns the token after which least is forced, such as the shortest of the words to choose from."""
+    """Returns the token with the fewest jump-forward tokens after it, such as the first of the shortest enum value."""
 
     def forced(token: int) -> tuple[bool, int]:
         if not matcher.consume_token(token):
@@ -104,7 +104,10 @@ def _shortest(matcher: LLMatcher, allowed: NDArray[np.bool_]) -> int:
 
 
 def _order(ranks: Ranks, lengths: Ranks, *, longest: bool) -> Ranks:
-    """Returns ranks without equals by length: of tokens that close, the longest is first in any case."""
+    """Returns ranks in which the length decides among equals.
+
+    Among ranked tokens the longest is first; among the others the longest or the shortest, as `longest` says.
+    """
     others = ranks == _OTHERS
     preference = np.where(others & (not longest), lengths, 1000 - lengths)
     return ranks * 10_000 + preference

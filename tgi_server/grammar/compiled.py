@@ -1,4 +1,4 @@
-"""The grammars that have been compiled, within a bound of memory."""
+"""A cache of compiled grammars with a memory limit."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -10,17 +10,17 @@ from llguidance import LLMatcher
 from tgi_server.contract import Grammar
 from tgi_server.grammar.errors import NoRoomForGrammar
 
-# A compiled grammar takes more memory with each step that finds out something about its texts. The limits of the lexer
-# end that: the worst grammar that was tried had grown by so much then.
+# Maximum bytes by which a compiled grammar grows as steps compute states of its lexer, until the lexer's limits end it.
+# Measured with the worst grammar that was tried.
 GROWTH_BYTES = 24 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar in llguidance's own form.
+    """A grammar in llguidance's own format.
 
-    hints: tokens to show in the place of each marker. unenforced: constraints of a JSON schema that are left to the
-    model, each as a line. leniency: how much was left to it from the beginning.
+    hints: the tokens of each hint, by its marker. unenforced: one line for each constraint of a JSON schema that is not
+    enforced but left to the model. leniency: the level at which compiling began, see `enforced_schema`.
     """
 
     text: str
@@ -31,9 +31,10 @@ class GrammarSource:
 
 @dataclass(slots=True)
 class CompiledGrammar:
-    """matcher: at its beginning; copied for each sequence. size: bytes, of all that it may come to take.
+    """A grammar and its matcher.
 
-    spent: a sequence has met a limit, which all copies share.
+    matcher: at the start of a text; each sequence gets a copy. size: bytes that it may grow to. spent: True once a
+    sequence has reached a limit of the lexer: all copies share the lexer, so the grammar has to be compiled again.
     """
 
     source: GrammarSource
@@ -43,13 +44,13 @@ class CompiledGrammar:
 
 
 class CompiledGrammars:
-    """A cache of compiled grammars. Unpinned ones are evicted, the least recently used first.
+    """A cache of compiled grammars. Evicts the least recently used of those that are not pinned.
 
-    size: bytes of all of them.
+    size: bytes of all grammars in it.
     """
 
     def __init__(self, limit: int) -> None:
-        """limit: of the size."""
+        """limit: maximum `size`, in bytes."""
         self._limit = limit
         self._lock = threading.Lock()
         self._grammars: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
@@ -64,7 +65,7 @@ class CompiledGrammars:
             return found
 
     def add(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        """Keeps a compiled grammar instead of an earlier one. Raises NoRoomForGrammar if requests need all room."""
+        """Stores a compiled grammar, and evicts others for it. Raises NoRoomForGrammar if pinned ones leave no room."""
         with self._lock:
             self._remove(grammar)
             unpinned = [each for each in self._grammars if not self._pins[each]]
@@ -79,7 +80,7 @@ class CompiledGrammars:
             self.size += compiled.size
 
     def pin(self, grammar: Grammar) -> None:
-        """Keeps the grammar, compiled or about to be, until it is unpinned as often as it was pinned."""
+        """Protects a grammar from eviction until it is unpinned as often as pinned. It may be compiled later."""
         with self._lock:
             self._pins[grammar] += 1
 

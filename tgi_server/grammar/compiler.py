@@ -21,10 +21,10 @@ from tgi_server.grammar.json_schema import JSON_LAYOUT, MOST_LENIENT, enforced_s
 from tgi_server.grammar.python_regex import rust_regex
 from tgi_server.grammar.tokenizer import GrammarTokenizer
 
-# The bytes of all compiled grammars, each with what it may come to take: there is room for about 120 small ones.
+# Maximum bytes of all compiled grammars, each counted at the size that it may grow to: about 120 small ones.
 CACHE_BYTES = 3 * 2**30
 
-# Each bounds a part of the work that a grammar may cause, when it is compiled or in one step (0.1 s at most).
+# Limits of the work that a grammar may cause, when it is compiled or in one step (at most 0.1 s).
 _LIMITS = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -36,8 +36,8 @@ _LIMITS = {
 }
 
 
-# Compiling descends into a grammar as deep as its references and rules lie inside each other, some 5 KB of stack for
-# each, and overflows the stack of a process without asking. Steps need little, however deep the grammar is.
+# Compiling recurses into nested references and rules, takes about 5 KB of stack for each, and does not check for an
+# overflow, which ends the process. Steps need little stack, however deep the grammar is.
 COMPILE_STACK_BYTES = 64 * 2**20
 _STACK_LOCK = threading.Lock()
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def on_stack(size: int, work: Callable[[], T]) -> T:
-    """Calls `work` in a thread with a stack of `size` bytes, and returns or raises what `work` does."""
+    """Calls `work` in a thread with a stack of `size` bytes. Returns its result, or raises its exception."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -68,10 +68,10 @@ def on_stack(size: int, work: Callable[[], T]) -> T:
 class GrammarCompiler:
     """Compiles grammars for one model, and caches them.
 
-    cache: what has been compiled. A grammar that is pinned there stays for as long as requests need it.
+    cache: the compiled grammars. Grammars of running requests are pinned in it.
 
-    Its methods may be called from any thread; they drop the GIL where they work long. A grammar that comes from outside
-    may take more time, memory or stack than there is: see `Sandbox`.
+    All methods are thread-safe; those that take long release the GIL. A client's grammar may take more time, memory or
+    stack than there is: try it in a `Sandbox` first.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class GrammarCompiler:
         stack_bytes: int = COMPILE_STACK_BYTES,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """Reads nothing yet: the tokenizer is read when it is first needed.
+        """Does not read the tokenizer yet: that is done when it is first needed.
 
-        stack_bytes: that a compilation may take. One that takes more ends the process. cache_bytes: that all grammars
-        in the cache may take.
+        stack_bytes: stack size of a compilation; one that needs more ends the process. cache_bytes: maximum bytes of
+        all grammars in the cache.
         """
         self._model = model
         self._vocab_size = vocab_size
@@ -98,7 +98,7 @@ class GrammarCompiler:
 
     @property
     def tokenizer(self) -> GrammarTokenizer:
-        """The model's tokenizer. Raises InvalidGrammar when it cannot be used."""
+        """The model's tokenizer. Raises InvalidGrammar if it cannot be used."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:
@@ -110,17 +110,18 @@ class GrammarCompiler:
             return self._tokenizer
 
     def forget(self) -> None:
-        """Forgets the tokenizer, which is read again when it is needed, and the grammars that no request needs."""
+        """Drops the grammars that are not pinned, and the tokenizer, which is read again when it is next needed."""
         self.cache.clear()
         with self._tokenizer_lock:
             if isinstance(self._tokenizer, GrammarTokenizer):
                 self._tokenizer = None
 
     def compiled(self, grammar: Grammar, leniency: int = 0) -> tuple[GrammarSource, LLMatcher]:
-        """Returns the grammar as llguidance takes it, and its matcher.
+        """Compiles a grammar. Returns its source in llguidance's format, and its matcher.
 
-        Where a schema is lenient and cannot be compiled, more of it is left to the model, until it can. leniency: how
-        much is from the beginning. Raises InvalidGrammar with one line that says what is wrong.
+        If lenient places of a schema cannot be compiled, their level is raised, so that more of them is left to the
+        model, until they can. leniency: the level to begin with, see `enforced_schema`. Raises InvalidGrammar with a
+        one-line reason.
         """
         levels = dict.fromkeys(grammar.lenient, leniency)
         while True:
@@ -134,7 +135,7 @@ class GrammarCompiler:
                 levels = {place: level + (place in faulty) for place, level in levels.items()}
 
     def _faulty(self, grammar: Grammar, places: Sequence[str]) -> Sequence[str]:
-        """Returns the places of a schema that cannot be compiled by themselves; or all, where each of them can."""
+        """Returns the places whose schemas cannot be compiled alone; all of `places` if each of them can."""
         if len(places) <= 1:
             return places
         schema = json.loads(grammar.value)
@@ -150,10 +151,9 @@ class GrammarCompiler:
         return True
 
     def source(self, grammar: Grammar, lenient: Mapping[str, int]) -> GrammarSource:
-        """Returns the grammar as llguidance takes it.
+        """Returns the grammar in llguidance's format. lenient: as in `enforced_schema`.
 
-        lenient: how much is left to the model at which places of a JSON schema. Raises InvalidGrammar with one line
-        that says what is wrong.
+        Raises InvalidGrammar with a one-line reason.
         """
         check_size(grammar)
         try:
@@ -164,14 +164,14 @@ class GrammarCompiler:
             raise InvalidGrammar("it is nested too deep") from error
 
     def compile(self, source: GrammarSource) -> LLMatcher:
-        """Returns the grammar's matcher, at its beginning. Raises InvalidGrammar as `source` does."""
+        """Returns the grammar's matcher, at the start of a text. Raises InvalidGrammar with a one-line reason."""
         lookup = self.tokenizer.lookup
 
         def new() -> LLMatcher:
             return LLMatcher(lookup, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
 
         matcher = on_stack(self._stack_bytes, new)
-        # A first step warms what all later ones share, and shows a grammar that is too complex to be used.
+        # The first step fills caches that all later steps share, and fails if the grammar is too complex to be used.
         first = allocate_token_bitmask(1, lookup.vocab_size)
         if not matcher.is_error():
             fill_next_token_bitmask(matcher, first)
@@ -184,22 +184,21 @@ class GrammarCompiler:
         return matcher
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles the grammar, unless that has been done. Raises InvalidGrammar with one line that says why not."""
+        """Compiles the grammar unless the cache has it. Raises InvalidGrammar with a one-line reason."""
         if self.size_of(grammar) is None:
             self.cache.add(grammar, CompiledGrammar(*self.compiled(grammar), GROWTH_BYTES))
 
     def size_of(self, grammar: Grammar) -> int | None:
-        """Returns the bytes that the compiled grammar may take, or None for one that has to be compiled first."""
+        """Returns the bytes that the compiled grammar may grow to; None if it has to be compiled first."""
         found = self.cache.find(grammar)
         return None if found is None or found.spent else found.size
 
     def constraint(
         self, grammar: Grammar, generated_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
     ) -> Constraint:
-        """Returns what a sequence has to match from here on. Quick: nothing is compiled.
+        """Returns a constraint for a sequence. Compiles nothing: if the grammar is not in the cache, it has an error.
 
-        generated_ids: what the sequence had generated before a preemption. The constraint of a grammar that is not in
-        the cache has an error from the beginning.
+        generated_ids: tokens that the sequence generated before a preemption.
         """
         compiled = self.cache.find(grammar)
         if compiled is None:
@@ -237,6 +236,6 @@ class GrammarCompiler:
 
 
 def check_size(grammar: Grammar) -> None:
-    """Raises InvalidGrammar for a grammar that has too many bytes to be looked at."""
+    """Raises InvalidGrammar if the grammar has too many bytes to be compiled."""
     if fault := grammar.too_long():
         raise InvalidGrammar(fault)

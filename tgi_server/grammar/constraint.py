@@ -1,4 +1,4 @@
-"""One sequence's text, and the rest of its grammar."""
+"""The grammar of one sequence: which tokens may follow, and which must."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from tgi_server.grammar.errors import reason
 
 @dataclass(frozen=True, slots=True)
 class JumpForward:
-    """A token that the grammar leaves no choice about. hidden: the model sees it, but no reader of the text."""
+    """A token that the grammar forces. hidden: part of a hint, which the model sees and the response does not have."""
 
     token: int
     hidden: bool = False
@@ -20,9 +20,10 @@ class JumpForward:
 
 @dataclass(slots=True)
 class Advance:
-    """The result of taking a token.
+    """The result of advancing by a token.
 
-    jump_forward: tokens that were taken after it. hidden: the places of hidden tokens; 0 is the token itself.
+    jump_forward: the jump-forward tokens after it. hidden: positions of hidden tokens: 0 is the token itself, 1 is the
+    first of `jump_forward`.
     """
 
     jump_forward: list[int] = field(default_factory=list)
@@ -30,16 +31,16 @@ class Advance:
 
 
 class Constraint:
-    """Walks through a grammar token by token.
+    """Follows a grammar token by token.
 
-    Where the grammar leaves one continuation, llguidance says which tokens the model's tokenizer would make of it,
-    as far as that is certain. These jump-forward tokens wait in a queue, and the matcher has already consumed them:
-    the text and its tokens are the same when they are taken together and when they are taken one at a time. The same
-    queue holds the tokens of hints, and the end-of-sequence token once nothing else can follow.
+    Where the grammar allows only one continuation, llguidance returns the tokens into which the model's tokenizer would
+    split it, as far as that is certain. These jump-forward tokens wait in a queue; the matcher has consumed them
+    already. So the text and its tokens do not depend on whether they are taken together or one at a time. The queue
+    also holds the tokens of hints, and the end-of-sequence token once nothing else can follow.
 
-    matcher: computes the mask of the next token, unless there is a jump-forward token. free: never True: a grammar
-    always restricts its text.
-    error: the reason why the sequence cannot continue; None while it can. ended: the last token ended the text.
+    matcher: computes the mask of the next token, if there is no jump-forward token. free: always False, as every token
+    needs a mask; see `LimitedThoughts.free`.
+    error: the reason why the sequence cannot continue; None while it can. ended: True if the last token ended the text.
     """
 
     free = False
@@ -55,10 +56,11 @@ class Constraint:
         closing: ClosingOrder | None = None,
         on_fault: Callable[[], None] = lambda: None,
     ) -> None:
-        """matcher: this sequence's own. hints: tokens by the marker that they stand for. eos: the first is preferred.
+        """matcher: this sequence's copy. hints: the tokens of each hint, by its marker. eos: the first one is forced.
 
-        max_new_tokens: maximum number of tokens of the sequence, hints included. ignore_eos: the text goes on for
-        as long as the grammar lets it. closing: ranks tokens for `close`. on_fault: called when the matcher has failed.
+        max_new_tokens: maximum number of tokens of the sequence, hints included. ignore_eos: True lets the text
+        continue for as long as the grammar allows. closing: ranks tokens for `close`; None disables `close`. on_fault:
+        called when the matcher has failed.
         """
         self.error: str | None = None
         self.ended = False
@@ -75,7 +77,7 @@ class Constraint:
 
     @property
     def jump_forward(self) -> int | None:
-        """The only token that may follow; None where the mask says which may."""
+        """The only token that may follow; None if several may, as given by the mask."""
         return self._queue[0].token if self._queue else None
 
     def replay(self, tokens: Sequence[int]) -> None:
@@ -84,13 +86,13 @@ class Constraint:
             self._take(token)
 
     def allowed(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the tokens may follow, one after the other. Where another is forced, none may."""
+        """Returns the length of the longest prefix of `tokens` that may follow; 0 while a jump-forward token waits."""
         if self._queue or self.error is not None:
             return 0
         return self.matcher.validate_tokens(list(tokens))
 
     def advance(self, token: int, room: int) -> Advance:
-        """Takes a token that was chosen, and at most `room` jump-forward tokens after it; the end needs no room."""
+        """Advances by a sampled token and at most `room` jump-forward tokens; end-of-sequence does not count."""
         advance = Advance()
         if self._take(token):
             advance.hidden.append(0)
@@ -104,9 +106,9 @@ class Constraint:
         return advance
 
     def close(self) -> None:
-        """Has the text end with few tokens, so that it matches the grammar; does nothing if none are found.
+        """Queues a few jump-forward tokens that complete the text so that it matches the grammar.
 
-        They are jump-forward tokens. Later calls do nothing.
+        Does nothing if none are found, or if the text is ending already.
         """
         if self._closing is None or self.error is not None or self.ended or self._is_ending:
             return
@@ -123,13 +125,13 @@ class Constraint:
         return bool(self._queue) and self._queue[-1].token == self._first_eos
 
     def check(self) -> None:
-        """Notes what went wrong while the mask was computed."""
+        """Sets `error` if the matcher has failed, as it may while a mask is computed."""
         if self.error is None and self.matcher.is_error():
             self.error = reason(self.matcher.get_error())
             self._on_fault()
 
     def _take(self, token: int) -> bool:
-        """Returns True if the token is hidden."""
+        """Advances by one token. Returns True if it is hidden."""
         if self.error is not None:
             return False
         self._left -= 1
@@ -148,7 +150,7 @@ class Constraint:
         return False
 
     def _look_ahead(self) -> None:
-        """Fills the queue with what must come next."""
+        """Fills the queue with the tokens that must come next."""
         while following := self._only_continuation():
             for token in following:
                 self._append(token)
@@ -157,14 +159,14 @@ class Constraint:
             self._queue.append(JumpForward(self._first_eos))
 
     def _only_continuation(self) -> list[int]:
-        """Takes and returns the tokens that must come next; none where there is a choice, or after an error."""
+        """Consumes and returns the tokens that must come next; none if there is a choice, or after an error."""
         following = self.matcher.compute_ff_tokens()
         if following:
             self.matcher.consume_tokens(following)
         return following or self._marker()
 
     def _marker(self) -> list[int]:
-        """Takes and returns the marker that must come next, for tokenizers without jump-forward tokens."""
+        """Consumes and returns the marker that must come next, for tokenizers without jump-forward tokens."""
         for marker in self._hints:
             if self.matcher.try_consume_tokens([marker]):
                 return [marker]

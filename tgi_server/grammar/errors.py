@@ -6,7 +6,7 @@ class GrammarError(Exception):
 
 
 class InvalidGrammar(GrammarError):
-    """The grammar cannot be compiled, or asks for something that would not be enforced."""
+    """The grammar cannot be compiled, or has a constraint that cannot be enforced."""
 
 
 class NoRoomForGrammar(GrammarError):
@@ -14,9 +14,9 @@ class NoRoomForGrammar(GrammarError):
 
 
 class SandboxLimit(GrammarError):
-    """Trying a grammar came to no end.
+    """Compiling a grammar in the sandbox took too long.
 
-    limit: `cpu`, it computed as long as it may; or `time`, it waited too long to compute, or its process was ended.
+    limit: `cpu`: it used up its CPU seconds; `time`: it waited too long for a CPU, or its process was ended.
     """
 
     def __init__(self, limit: str) -> None:
@@ -25,7 +25,7 @@ class SandboxLimit(GrammarError):
 
 
 def reason(error: str) -> str:
-    """Returns llguidance's message as one line, without the place in a grammar that the client never saw."""
+    """Returns llguidance's message as one line, without positions in a grammar that the client did not write."""
     if error.startswith("NoExtension"):
         return "no text matches it"
     error = error.replace("<non-verbose/>", "").partition("while processing json-schema:")[0]

@@ -1,11 +1,11 @@
-"""A client's Lark grammar of a text, as Lark of that text inside a JSON string.
+"""Rewrites a client's Lark grammar of a text as a grammar of that text inside a JSON string.
 
-JSON writes quotes, backslashes and control characters as escapes, which all begin with a backslash. llguidance takes
-the longest terminal, and looks back one byte only: a terminal that could go on with one escape would hide another
-terminal that begins with another escape. Therefore
+JSON writes quotes, backslashes and control characters as escapes, which all begin with a backslash. llguidance's lexer
+takes the longest terminal, and looks back one byte only: a terminal that could continue with one escape would hide
+another terminal that begins with another escape. Therefore
 
-- a grammar without recursion becomes one terminal, which is exact,
-- in any other, the terminals with escapes become rules of pieces, and every escape is a piece of its own.
+- a grammar without recursion becomes one terminal, which is exact;
+- in any other grammar, terminals with escapes become rules of pieces, and every escape is a piece of its own.
 """
 
 import json
@@ -33,9 +33,10 @@ _NOTHING = "[a&&b]"
 
 
 def json_lark(definition: str, prefix: str) -> tuple[str, list[str]]:
-    """Returns the name of what matches the texts of a grammar as JSON writes them, and the lines that define it.
+    """Returns the name of a rule or terminal that matches the grammar's texts as JSON writes them, and its definition.
 
-    prefix: of all names in them. Raises InvalidGrammar that says what is wrong, or is not supported.
+    The definition is a list of Lark lines. prefix: begins all names in them. Raises InvalidGrammar if the grammar is
+    invalid, or has something that is not supported.
     """
     writer = _JsonWriter(GrammarTrees(definition), prefix)
     return writer.start(), writer.lines
@@ -59,7 +60,7 @@ class _JsonWriter:
         return self._rule(Named("start")) if self._recursive else self._terminal(Named("start"))
 
     def _graph(self) -> dict[str, set[str]]:
-        """Returns what each definition names, of the definitions that the grammar needs."""
+        """Returns, for each definition that the grammar uses, the names of the definitions in it."""
         graph: dict[str, set[str]] = {}
         waiting = {"start"}.union(*map(_names, self._grammar.ignored)) & self._definitions.keys()
         while waiting:
@@ -69,7 +70,7 @@ class _JsonWriter:
         return graph
 
     def _once(self, kind: str, node: Any, write: Callable[[], str], *, rule: bool) -> str:
-        """Returns the name of what stands for a node, and defines it if that has not been done."""
+        """Returns the name of the definition of a node, after writing it if there is none yet."""
         if (kind, node) not in self._written:
             self._number += 1
             name = f"{self._prefix}_{self._number}"
@@ -78,7 +79,7 @@ class _JsonWriter:
         return self._written[kind, node]
 
     def _terminal(self, node: Any) -> str:
-        """Returns a terminal that matches what a node does, in JSON."""
+        """Returns a terminal that matches a node's texts as JSON writes them."""
         regex = _regex(node)
         if regex is not None:
             return f"/{regex}/" if regex else '""'
@@ -110,7 +111,7 @@ class _JsonWriter:
             yield f"{write(OneOf(tuple(self._grammar.ignored)))}*"
 
     def _rule(self, node: Any) -> str:
-        """Returns a rule that matches what a node of a rule does, in JSON."""
+        """Returns a rule that matches the texts of a rule's node as JSON writes them."""
         return self._once("rule", node, lambda: self._rule_body(node), rule=True)
 
     def _rule_body(self, node: Any) -> str:
@@ -128,7 +129,7 @@ class _JsonWriter:
         raise AssertionError(node)
 
     def _pieces(self, node: Any) -> str:
-        """Returns what matches a terminal in JSON, in which no escape is in a piece with anything before it."""
+        """Returns a rule or terminal that matches a terminal in JSON. Each escape begins a piece of its own."""
         node = self._resolved(node)
         if self._is_plain(node):
             return self._terminal(node)
@@ -166,7 +167,7 @@ class _JsonWriter:
         )
 
     def _runs(self, item: Any) -> str:
-        """Returns the pieces of an item that is repeated without end: plain characters in a row are one piece."""
+        """Returns the pieces of an item that is repeated without a limit. A run of plain characters is one piece."""
         match item:
             case Characters(plain, escaped) if plain:
                 pieces = [f"/{plain}+/", *([f"/{_escapes(escaped)}/"] if escaped else [])]
@@ -187,13 +188,13 @@ class _JsonWriter:
         return isinstance(item, Characters) and bool(item.plain)
 
     def _resolved(self, node: Any) -> Any:
-        """Returns what a name of single characters stands for; any other node as it is."""
+        """Returns the definition that a name stands for, if it is a name, characters or a choice; else the node."""
         while isinstance(node, Named) and isinstance(self._definitions.get(node.name), Named | Characters | OneOf):
             node = self._definitions[node.name]
         return node
 
     def _is_plain(self, node: Any) -> bool:
-        """Returns True for a terminal of which no text has an escape in JSON."""
+        """Returns True for a terminal whose texts never have an escape in JSON."""
         match node:
             case Characters(_, escaped):
                 return not escaped
@@ -231,7 +232,7 @@ def _times(item: str, low: int, high: int | None) -> str:
 
 
 def _regex(node: Any) -> str | None:
-    """Returns the regular expression of a tree of characters alone, in JSON."""
+    """Returns a regular expression of a node's texts in JSON; None if the node is not made of characters alone."""
     match node:
         case Characters(plain, escaped):
             forms = [each for each in (plain, _escapes(escaped)) if each]
@@ -249,7 +250,7 @@ def _regex(node: Any) -> str | None:
 
 
 def _escapes(characters: frozenset[int]) -> str:
-    """Returns the regular expression of the escapes that JSON writes for characters; nothing for none."""
+    """Returns a regular expression of the escapes that JSON writes for the characters; empty if there are none."""
     short = "".join(sorted(_SHORT[character] for character in characters if character in _SHORT)).replace("\\", r"\\")
     forms = [f"[{short}]"] if short else []
     for high in range(2):
@@ -261,5 +262,5 @@ def _escapes(characters: frozenset[int]) -> str:
 
 
 def _long(characters: frozenset[int], high: int, low: int) -> bool:
-    """Returns True for a character that has no short escape, and is one of `characters`."""
+    """Returns True if the character 16 * high + low is one of `characters` and has no short escape."""
     return 16 * high + low in characters - _SHORT.keys()

@@ -1,6 +1,6 @@
-"""Lark grammars of clients, read into trees. What cannot be rewritten for JSON is refused by name.
+"""Parses clients' Lark grammars into trees. Refuses constructs that cannot be rewritten for JSON, by name.
 
-The dialect is llguidance's, which has compiled a grammar before it is read here.
+The dialect is llguidance's, which checks a grammar before it is parsed here, so that its syntax is known to be valid.
 """
 
 import json
@@ -26,7 +26,7 @@ from tgi_server.grammar.regex_reading import (
     sequence_of,
 )
 
-# Lark's library: the terminals with characters that JSON escapes. The others can be imported as they are.
+# Terminals of Lark's library that may contain characters that JSON escapes. The others can be imported unchanged.
 _COMMON = {
     "ESCAPED_STRING": r'"([^"\\]|\\.)*"',
     "WS": r"[ \t\f\r\n]+",
@@ -57,13 +57,14 @@ _HEX = re.compile(r"\\(?:x(..)|.)", re.DOTALL)
 
 
 class GrammarTrees:
-    """rules, terminals: the tree of each by its name. imported: plain terminals of Lark's library, by their names here.
+    """A parsed Lark grammar.
 
-    ignored: the terminals that may follow every terminal of a rule.
+    rules, terminals: the tree of each definition, by its name. imported: the names in Lark's library of terminals
+    without escaped characters, by their names here. ignored: the trees of `%ignore`, which may follow every terminal.
     """
 
     def __init__(self, definition: str) -> None:
-        """Raises InvalidGrammar that names what is wrong, or what is not supported."""
+        """Raises InvalidGrammar if the grammar is invalid, or has a construct that is not supported."""
         if fault := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(definition)):
             raise InvalidGrammar(reason(fault)[:500])
         self.rules: dict[str, Any] = {}
@@ -74,7 +75,7 @@ class GrammarTrees:
             self._read(item)
 
     def _read(self, item: list[re.Match[str]]) -> None:
-        """Reads a definition or a statement."""
+        """Reads a definition or a statement. item: its tokens."""
         first = item[0]
         if first["name"]:
             name = first[0].lstrip("!?")
@@ -100,7 +101,7 @@ class GrammarTrees:
             raise _unsupported(first[0])
 
     def _atoms(self, in_rule: bool) -> "Callable[[list[re.Match[str]], int], tuple[Any, int]]":
-        """Returns what reads the smallest parts of definitions, and how many tokens each of them takes."""
+        """Returns a reader of atoms: from tokens and an index, it returns a node and the number of tokens read."""
 
         def read(tokens: list[re.Match[str]], at: int) -> tuple[Any, int]:
             token, size = tokens[at], 1
@@ -124,7 +125,7 @@ class GrammarTrees:
 
 
 class _Tree:
-    """Reads choices of sequences of repeated parts, which Lark and regular expressions have alike."""
+    """Parses the body of a definition: choices of sequences of repeated atoms."""
 
     def __init__(
         self, tokens: list[re.Match[str]], atom: Callable[[list[re.Match[str]], int], tuple[Any, int]]
@@ -148,7 +149,7 @@ class _Tree:
         return found
 
     def _next(self) -> str:
-        """Returns the mark that comes next; something else for other tokens, and nothing at the end."""
+        """Returns the text of the next token, `|` for a line that begins with one; empty at the end."""
         if self._at == len(self._tokens):
             return ""
         token = self._tokens[self._at]
@@ -182,7 +183,7 @@ class _Tree:
         return found
 
     def _bounds(self) -> tuple[int, int | None] | None:
-        """Returns how often the last part is repeated, if that comes next."""
+        """Returns the bounds of a repetition if one comes next; None otherwise."""
         token = self._tokens[self._at] if self._at < len(self._tokens) else None
         if token is None:
             return None
@@ -213,7 +214,7 @@ def _items(definition: str) -> Iterator[list[re.Match[str]]]:
 
 
 def _text(string: str) -> str:
-    """Returns the text of a string literal, in which JSON's escapes are known, and \\x."""
+    """Returns the text of a string literal, which may have the escapes of JSON, and \\x."""
     text: str = json.loads(_HEX.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], string))
     return text
 

@@ -1,6 +1,6 @@
-"""Regular expressions as Python reads them, written for llguidance, which reads them as Rust's `regex` crate does.
+"""Rewrites regular expressions in Python's syntax for llguidance, which uses the syntax of Rust's `regex` crate.
 
-The two agree on most; where they do not, what is written matches no more than Python's `re.fullmatch` does.
+Where the two differ, the result matches no more than Python's `re.fullmatch` does.
 """
 
 import re
@@ -14,7 +14,7 @@ from tgi_server.grammar.errors import InvalidGrammar
 
 _Node = tuple[Any, Any]
 
-# ASCII only: what counts as a letter or a digit beyond it differs between the two.
+# ASCII only: beyond it, Python and Rust differ in what counts as a letter or a digit.
 _CLASSES = {
     op.CATEGORY_DIGIT: "0-9",
     op.CATEGORY_NOT_DIGIT: r"\P{Nd}",
@@ -37,9 +37,9 @@ _KNOWN_FLAGS = re.IGNORECASE | re.DOTALL | re.VERBOSE | re.UNICODE | re.ASCII
 
 
 def rust_regex(pattern: str) -> str:
-    """Returns the expression as Rust's `regex` reads it. Raises InvalidGrammar if it cannot be matched token by token.
+    """Rewrites a regular expression for Rust's `regex` crate. Raises InvalidGrammar if it cannot be enforced.
 
-    A pattern that Python does not know but Rust does, such as `\\p{Greek}`, is taken as Rust reads it.
+    A pattern that only Rust knows, such as `\\p{Greek}`, is returned unchanged.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of what some later Python may read differently
@@ -58,7 +58,7 @@ class _RegexWriter:
         self._flags = flags
 
     def whole(self, tree: Any) -> str:
-        """Writes the expression without anchors at both ends: it matches the whole text in any case."""
+        """Writes the expression without anchors at its ends: the whole text has to match in any case."""
         nodes = _unwrapped(list(tree))
         while nodes and nodes[0][0] is op.AT and nodes[0][1] in _STARTS:
             nodes = nodes[1:]
@@ -96,7 +96,7 @@ class _RegexWriter:
         return f"[{'^' if negated else ''}{''.join(map(_member, members[negated:]))}]"
 
     def _negated_set(self, members: Sequence[_Node]) -> str:
-        """Returns a set of the characters in no member. The complement of a category is smaller than Python's."""
+        """Writes a set of the characters that are in no member. Complements of categories are smaller than Python's."""
         parts = [
             f"[{_CLASSES[_opposite(argument)]}]" if kind is op.CATEGORY else f"[^{_member((kind, argument))}]"
             for kind, argument in members
@@ -113,14 +113,14 @@ class _RegexWriter:
         return f"(?{on}{off}:{inner})"
 
     def _repeat(self, argument: Any) -> str:
-        """Writes a repetition. It is greedy or not: that changes nothing of what is matched as a whole."""
+        """Writes a repetition. Laziness is ignored: it does not change which whole texts match."""
         low, high, content = argument
         upper = "" if high is op.MAXREPEAT else str(high)
         return f"(?:{self._sequence(content)}){{{low},{upper}}}"
 
 
 def _unwrapped(nodes: list[_Node]) -> list[_Node]:
-    """Returns the nodes without the groups that stand around all of them."""
+    """Returns the nodes without groups that enclose all of them."""
     while len(nodes) == 1 and nodes[0][0] is op.SUBPATTERN and not nodes[0][1][1] and not nodes[0][1][2]:
         nodes = list(nodes[0][1][3])
     return nodes

@@ -1,6 +1,6 @@
-"""Regular expressions of Rust's `regex` crate, read into trees, and the nodes of such trees.
+"""Parses regular expressions of Rust's `regex` crate into trees, and defines the nodes of the trees.
 
-llguidance has compiled an expression before it is read here, and is asked what a class of characters contains.
+llguidance has checked an expression before it is parsed here. It also computes what a class of characters contains.
 """
 
 import re
@@ -14,12 +14,15 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from tgi_server.grammar.errors import InvalidGrammar
 
-# The characters that a JSON string has in another form only.
+# Code points of the characters that have to be escaped in a JSON string.
 ESCAPED = frozenset(map(ord, '"\\')) | frozenset(range(0x20))
 
 
 class Characters(NamedTuple):
-    """One character. plain: a regular expression of the characters that JSON leaves as they are; escaped: of others."""
+    """One character of a set. plain: a regular expression of those that JSON does not escape; empty if there are none.
+
+    escaped: the code points of those that JSON escapes.
+    """
 
     plain: str
     escaped: frozenset[int]
@@ -34,13 +37,13 @@ class OneOf(NamedTuple):
 
 
 class Both(NamedTuple):
-    """The texts that are in all of them."""
+    """The texts that all of them match."""
 
     all: tuple[Any, ...]
 
 
 class Without(NamedTuple):
-    """All texts but these."""
+    """All texts except these."""
 
     texts: Any
 
@@ -56,7 +59,7 @@ class Named(NamedTuple):
 
 
 class Lexeme(NamedTuple):
-    """A terminal in a rule. What the grammar ignores may follow it."""
+    """A terminal in a rule. Terminals that the grammar ignores may follow it."""
 
     terminal: Any
 
@@ -75,7 +78,7 @@ BOUNDS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 
 
 def read_regex(pattern: str, flags: str = "") -> Any:
-    """Returns the tree of a regular expression."""
+    """Returns the tree of a regular expression. Raises InvalidGrammar for constructs that are not supported."""
     try:
         return _RegexReader(pattern, frozenset(flags)).whole()
     except InvalidGrammar as error:
@@ -156,7 +159,7 @@ def _repeated(item: Any, found: re.Match[str]) -> Any:
 
 
 def choice_of(found: Sequence[Any]) -> Any:
-    """Returns a choice; of single characters, that is one character."""
+    """Returns a choice of nodes; a choice of single characters becomes one `Characters`."""
     if len(found) > 1 and all(isinstance(each, Characters) for each in found):
         plain = "|".join(each.plain for each in found if each.plain)
         return Characters(
@@ -170,13 +173,13 @@ def sequence_of(parts: Sequence[Any]) -> Any:
 
 
 def pattern_of(text: str) -> str:
-    """Returns a text as a regular expression."""
+    """Returns a regular expression that matches exactly this text."""
     return "".join(rf"\x{{{ord(each):x}}}" if each.isascii() and not each.isalnum() else each for each in text)
 
 
 @lru_cache(10_000)
 def characters(pattern: str, flags: str = "") -> Characters:
-    """Returns the characters of which a regular expression matches one each."""
+    """Returns the characters that a regular expression of a single character matches."""
     found = pattern if not flags else f"(?{flags}:{pattern})"
     if len(pattern) == 1 and pattern.isalnum():
         return Characters(found, frozenset())
@@ -192,7 +195,7 @@ def characters(pattern: str, flags: str = "") -> Characters:
 
 
 def _first_bytes(pattern: str) -> frozenset[int]:
-    """Returns the bytes with which the UTF-8 of a match may begin."""
+    """Returns the bytes with which the UTF-8 encoding of a match may begin."""
     lookup = _byte_tokenizer()
     matcher = LLMatcher(lookup, LLMatcher.grammar_from_lark(f"start: /{pattern}/"), log_level=0)
     mask = allocate_token_bitmask(1, lookup.vocab_size)

@@ -1,4 +1,4 @@
-"""A process in which grammars from outside are tried: one that overflows its stack ends there, and nothing else."""
+"""Tries clients' grammars in a separate process, so that a grammar that overflows its stack ends only that process."""
 
 import logging
 import sys
@@ -23,10 +23,11 @@ MEMORY_BYTES = 512 * 2**20
 
 
 class Trial(msgspec.Struct):
-    """A grammar to try, within CPU seconds. leniency: how much of it is left to the model from the beginning.
+    """A task for the process: compile a grammar and take some steps.
 
-    number: what the outcome has as well. niceness: 0: as every other process, 19: only where nobody else wants to
-    compute. grammar: None: the process answers as soon as it has read the tokenizer.
+    grammar: None asks for an answer as soon as the tokenizer has been read. cpu_seconds: limit of CPU time. leniency:
+    level to begin with, see `enforced_schema`. niceness: of the process that tries it, 0 to 19. number: identifies the
+    trial; its outcome has the same.
     """
 
     grammar: Grammar | None = None
@@ -37,9 +38,10 @@ class Trial(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """The outcome of a trial. source: of a sound grammar, which takes `bytes`; None: `error` or `limit` says why.
+    """The outcome of the trial with the same `number`.
 
-    number: of the trial. cpu_seconds: the CPU time that it took.
+    source: the compiled grammar's source; None if it failed. bytes: memory that the compiled grammar takes. error:
+    one-line reason of a failure; limit: `cpu` or `time` if the trial exceeded it. cpu_seconds: CPU time of the trial.
     """
 
     source: GrammarSource | None = None
@@ -51,12 +53,13 @@ class Outcome(msgspec.Struct):
 
 
 class Sandbox:
-    """Tries grammars, as many at once as threads ask. Its process is started when it is needed, and again when it has
-    died.
+    """Tries grammars in a process of its own, which is started when it is needed, and again when it has died.
+
+    All methods are thread-safe. Trials of several threads run at the same time.
     """
 
     def __init__(self, model: Path, vocab_size: int, eos: Sequence[int], memory_bytes: int = MEMORY_BYTES) -> None:
-        """memory_bytes: that trying a grammar may take."""
+        """memory_bytes: limit of one trial's memory."""
         arguments = (str(model), *map(str, (memory_bytes, vocab_size, *eos)))
         self._command = [sys.executable, "-m", "tgi_server.grammar.trial", *arguments]
         self._lock = threading.Lock()
@@ -69,11 +72,11 @@ class Sandbox:
 
     @property
     def reading(self) -> bool:
-        """True from the start of a process until its first answer: it reads the tokenizer, before all trials."""
+        """True until the process has given its first answer: it reads the tokenizer first."""
         return self._reading
 
     def start(self) -> None:
-        """Has the process read the tokenizer, so that the first grammar need not wait. Returns when it has."""
+        """Starts the process and waits until it has read the tokenizer, so that the first grammar need not wait."""
         self._ask(Trial())
 
     def try_grammar(
@@ -84,13 +87,13 @@ class Sandbox:
         niceness: int = 0,
         pay: Callable[[float], None] = lambda seconds: None,
     ) -> tuple[GrammarSource, int]:
-        """Compiles the grammar and follows it for some steps. Returns its source, and the bytes that it may take.
+        """Compiles the grammar and takes some steps. Returns its source, and the bytes that it may grow to.
 
-        leniency: how much of it is left to the model from the beginning, as for `GrammarCompiler.compiled`.
-        niceness: as in `Trial`. pay: is given the CPU seconds that it took.
+        leniency: the level to begin with, as in `GrammarCompiler.compiled`. niceness: as in `Trial`. pay: called with
+        the CPU seconds that the trial took.
 
-        Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
-        `cpu_seconds` of computing, or longer than a client would wait.
+        Raises InvalidGrammar with a one-line reason, and SandboxLimit if the trial takes more than `cpu_seconds` of CPU
+        time, takes longer than a client would wait, or its process dies twice.
         """
         trial = Trial(grammar, cpu_seconds, leniency, niceness)
         outcome = self._ask(trial) or self._ask(trial)
@@ -102,14 +105,14 @@ class Sandbox:
         return replace(outcome.source, leniency=leniency), outcome.bytes + GROWTH_BYTES
 
     def end_process(self) -> None:
-        """Ends the process, until it is needed again. What is being tried is tried again there."""
+        """Ends the process. Running trials, and later ones, start another process."""
         with self._lock:
             process, self._ended = self._process, self._process is not None
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """Ends the process, and with it what is being tried; any thread may do so. There is no other one after it."""
+        """Ends the process and its trials, which raise SandboxLimit, as all later ones do."""
         self._closed = True
         if self._process is not None:
             self._process.kill()  # so that no thread writes to it any more
@@ -120,7 +123,7 @@ class Sandbox:
             process.wait()
 
     def _ask(self, trial: Trial) -> Outcome | None:
-        """Returns the answer, or None when the process has died."""
+        """Returns the outcome of a trial; None if the process died first, or after `close`."""
         answer: Future[Outcome | None] = Future()
         with self._lock:
             if self._closed:
@@ -134,18 +137,18 @@ class Sandbox:
         return answer.result()
 
     def _started(self) -> WorkerProcess:
-        """Starts the process in a thread that lives as long as it does: it would end with any other."""
+        """Starts the process in a thread that lives as long as it: the process ends with the thread that started it."""
         started: Future[WorkerProcess] = Future()
         threading.Thread(target=self._run, args=(started,), name="grammar-trials", daemon=True).start()
         return started.result()
 
     def _run(self, started: "Future[WorkerProcess]") -> None:
-        """Starts the process, and hands out its answers until it ends."""
+        """Starts the process, and passes its outcomes to the threads that wait for them, until it ends."""
         try:
-            # A group of its own: what stops the shard from a terminal does not concern that process, which ends with
-            # the shard. The same session: Linux compares the niceness of one session's processes only.
+            # A process group of its own: Ctrl-C in a terminal does not reach the process, which ends with the shard.
+            # The same session: Linux compares the niceness only of processes in one session.
             process = WorkerProcess(self._command, process_group=0)
-        except Exception as error:  # whatever it is, who waits for the process has to learn of it
+        except Exception as error:  # raised in the thread that waits for the process
             started.set_exception(error)
             return
         self._reading = True

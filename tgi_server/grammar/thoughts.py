@@ -1,4 +1,4 @@
-"""The budget of one sequence's thoughts."""
+"""The reasoning budget of one sequence."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -12,10 +12,10 @@ from tgi_server.grammar.constraint import Advance, Constraint
 class LimitedThoughts:
     """Follows a text, and forces the end of its thoughts once their budget is used up.
 
-    The texts around thoughts are recognized by their bytes: a model may spell them with other tokens than its tokenizer
-    would. Members that a `Constraint` has too are the grammar's, if there is one.
+    The texts before and after thoughts are recognized by their bytes: a model may spell them with other tokens than its
+    tokenizer would. Attributes that a `Constraint` has as well come from the grammar, if there is one.
 
-    grammar: of the whole text, thoughts included; None: there is none. done: no thought can follow.
+    grammar: the constraint of the whole text, thoughts included, or None. done: True if no further thought can follow.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class LimitedThoughts:
     ) -> None:
         """spelling: returns the bytes of a token. eos: tokens that end a text without a grammar, unless `ignore_eos`.
 
-        generated_ids: tokens from before a preemption, which the grammar has taken already.
+        generated_ids: tokens generated before a preemption; the grammar has advanced by them already.
         """
         self.grammar = grammar
         self.done = False
@@ -42,7 +42,7 @@ class LimitedThoughts:
         self._ends = frozenset() if ignore_eos else frozenset(eos)
         self._thinking = budget.open
         self._ended = False
-        self._text = b""  # since the answer, a thought or the closing began; of long ones the end
+        self._text = b""  # the bytes since the answer, a thought or the closing began; of a long thought, the last few
         self._tokens: deque[int] = deque(maxlen=len(budget.closing))
         self._closing: deque[int] | None = None
         self._check_budget()
@@ -56,23 +56,23 @@ class LimitedThoughts:
 
     @property
     def jump_forward(self) -> int | None:
-        """The only token that may follow; None where the mask says which may."""
+        """The only token that may follow; None if several may, as given by the mask."""
         if self.grammar is not None and self.grammar.jump_forward is not None:
             return self.grammar.jump_forward
         if not self._closing:
             return None
-        # In the middle of a character, a grammar requires the rest of it first.
+        # In the middle of a character, a grammar requires the character's other bytes first.
         forced = self._closing[0]
         return forced if self.grammar is None or self.grammar.allowed([forced]) else None
 
     def allowed(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the tokens may follow, one after the other. Where another is forced, none may."""
+        """Returns the length of the longest prefix of `tokens` that may follow; 0 while a thought's end is forced."""
         if self._closing:
             return 0
         return len(tokens) if self.grammar is None else self.grammar.allowed(tokens)
 
     def advance(self, token: int, room: int) -> Advance:
-        """Takes a token that was chosen, and at most `room` jump-forward tokens of the grammar after it."""
+        """Advances by a sampled token, and by at most `room` jump-forward tokens of the grammar after it."""
         advance = Advance() if self.grammar is None else self.grammar.advance(token, room)
         for each in (token, *advance.jump_forward):
             self._take(each)
@@ -81,7 +81,7 @@ class LimitedThoughts:
         return advance
 
     def close(self) -> None:
-        """Has the thought end now, and then the text, if it has a grammar."""
+        """Forces the end of the thought, and after it the end of the text, if it has a grammar."""
         self._left, self._is_closing = 0, True
         if self.done and self.grammar is not None:
             self.grammar.close()
@@ -134,7 +134,7 @@ class LimitedThoughts:
         self._check_budget()
 
     def _look_for_thought(self) -> None:
-        """Finds out whether the text begins with a thought."""
+        """Starts a thought if the text begins with one. Sets `done` if it cannot."""
         self._text = self._text.lstrip()
         if self._text.startswith(self._begin):
             self._thinking, self._text = True, self._text.removeprefix(self._begin)
@@ -163,7 +163,7 @@ class LimitedThoughts:
             self.done = True
 
     def _check_budget(self) -> None:
-        """Begins to close the thought once its budget is used up, after what the model has written of the end."""
+        """Begins to close the thought once its budget is used up. Skips closing tokens that the model has written."""
         if self.done or not self._thinking or self._left > 0 or self._closing is not None:
             return
         closing, tokens = self._budget.closing, list(self._tokens)

@@ -1,4 +1,4 @@
-"""The model's tokenizer in the form that llguidance needs."""
+"""Converts the model's tokenizer to the form that llguidance needs."""
 
 import json
 import re
@@ -15,41 +15,40 @@ from tgi_server.grammar.added_tokens import add_missing_tokens, decoded, has_fur
 from tgi_server.grammar.closing import ClosingOrder
 from tgi_server.grammar.errors import InvalidGrammar
 
-# Different hints of one grammar.
+# Maximum number of different hints in one grammar.
 MAX_HINTS = 64
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _ANCHOR = "a"
-# llguidance has the name of a special token after it.
+# In llguidance's vocabulary this byte, followed by a name, stands for a special token.
 _SPECIAL = b"\xff"
-# Strings, regular expressions and comments of a Lark grammar, in which angle brackets are text; and names in them.
-# Where one has no end, the grammar is invalid: it is matched all the same, so that nothing is read twice.
+# Strings, regular expressions and comments of a Lark grammar, in which angle brackets are text; and names in brackets.
+# An unterminated string or expression is matched as well, although the grammar is invalid: this keeps matching linear.
 _LARK_LEXEME = re.compile(r'"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*|<[^<>\s]+>')
 
 
 def _byte_level() -> dict[str, int]:
-    """Returns the bytes by the characters that byte-level tokenizers have for them, as GPT-2's has."""
+    """Returns the byte that each character stands for in byte-level tokenizers such as GPT-2's."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in shown)
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 BYTES = _byte_level()
-# The same for `str.translate`: each byte as the character that Latin-1 has for it.
+# The same for `str.translate`, with each byte as its Latin-1 character.
 _LATIN = {ord(character): byte for character, byte in BYTES.items()}
-# Files from which `transformers` makes a fast tokenizer where there is no tokenizer.json.
+# Files from which `transformers` creates a fast tokenizer if there is no tokenizer.json.
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
 def has_tokenizer(model: Path) -> bool:
-    """Returns True if the model's folder has tokenizer files. They are not checked."""
+    """Returns True if the model's folder has tokenizer files. Their content is not checked."""
     return any((model / name).is_file() for name in ("tokenizer.json", *_OLDER_FILES))
 
 
 def read_definition(model: Path) -> str:
-    """Returns the content of the model's tokenizer.json with the tokens that other files of the folder add to it.
+    """Returns the content of the model's tokenizer.json, with the tokens that other files of the folder add to it.
 
-    Where there is none, what `transformers` makes of files of an older kind. Raises OSError, ValueError, LookupError or
-    TypeError.
+    Without a tokenizer.json, `transformers` converts older files. Raises OSError, ValueError, LookupError or TypeError.
     """
     file = model / "tokenizer.json"
     if not file.is_file():
@@ -63,21 +62,23 @@ def read_definition(model: Path) -> str:
 
 
 class GrammarTokenizer:
-    """lookup: llguidance's form of it. eos: what may end a text that matches; the first is taken where it must end.
+    """The model's tokenizer as llguidance uses it.
 
-    closing: the tokens by how soon they end a text. markers: ids past the vocabulary. In a grammar each is the place of
-    a hint; the model never sees them.
+    lookup: llguidance's tokenizer. eos: the tokens that may end a text; the first is used when the end is forced.
+    closing: ranks tokens by how soon they end a text. markers: token ids past the vocabulary, which stand for hints in
+    grammars; the model never sees them.
 
     Special tokens are not text. All other tokens are, whatever they look like: many models write `<tool_call>` or `<b>`
-    with tokens that were added to the tokenizer as ordinary ones. llguidance, which would take any added token in
-    angle brackets for a special one, is therefore given the spelling of each token.
+    with tokens that were added to the tokenizer as ordinary ones. llguidance would treat any added token in angle
+    brackets as special, and is therefore given the bytes of each token.
     """
 
     def __init__(self, definition: str, vocab_size: int, eos: Sequence[int]) -> None:
-        """definition: a tokenizer.json. vocab_size: of the model; it may exceed the tokenizer's. Tokens that were added
-        to the tokenizer, and that the model does not know, are left out.
+        """definition: content of a tokenizer.json. vocab_size: the model's vocabulary size. eos: empty: taken from the
+        definition.
 
-        Raises InvalidGrammar when nothing says where a text ends, or the tokenizer has ids that the model does not.
+        Added tokens with ids beyond `vocab_size` are left out. Raises InvalidGrammar if other tokens have such ids, or
+        if no end-of-sequence token is known.
         """
         content = decoded(definition)
         content["truncation"] = content["padding"] = None
@@ -88,7 +89,7 @@ class GrammarTokenizer:
         self.eos = tuple(eos) or _named_ends(content)
         added = {each["id"]: each["content"] for each in content["added_tokens"]}
         special = {each["id"] for each in content["added_tokens"] if each["special"]}
-        # The token that ends a text does not belong to it, though not all tokenizers call it special.
+        # End-of-sequence tokens are never text, though some tokenizers do not declare them as special.
         names = {token: added.get(token, f"\ue0a0end {token}\ue0a1") for token in special.union(self.eos)}
         names |= {token: f"\ue0a0hint {index}\ue0a1" for index, token in enumerate(self.markers)}
         self._ordinary = {name: token for token, name in added.items() if token not in names}
@@ -100,7 +101,7 @@ class GrammarTokenizer:
 
     @classmethod
     def of_model(cls, model: Path, vocab_size: int, eos: Sequence[int]) -> "GrammarTokenizer":
-        """Reads tokenizer.json, or has `transformers` make one of older files. Takes seconds for a large vocabulary.
+        """Reads the tokenizer in a model's folder, see `read_definition`. Takes seconds for a large vocabulary.
 
         Raises InvalidGrammar.
         """
@@ -110,7 +111,7 @@ class GrammarTokenizer:
             raise InvalidGrammar(f"this model's tokenizer cannot be read: {_line(error)}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text inside another."""
+        """Returns the tokens of a text that stands inside another text."""
         tokens: list[int] = self.lookup.tokenize_str(text)
         return tokens
 
@@ -119,13 +120,13 @@ class GrammarTokenizer:
         return text
 
     def spelling(self, token: int) -> bytes:
-        """Returns the bytes of a token in the middle of a text; of a special token, its name."""
+        """Returns the bytes of a token in the middle of a text; for a special token, its name."""
         return self._spellings[token].removeprefix(_SPECIAL)
 
     def with_ids(self, lark: str) -> str:
-        """Returns a Lark grammar in which tokens such as `<think>` are named by their ids where they are ordinary ones.
+        """Replaces names such as `<think>` in a Lark grammar by token ids, if they are added tokens but not special.
 
-        llguidance knows the names of special tokens.
+        llguidance knows the names of special tokens itself.
         """
 
         def token(found: re.Match[str]) -> str:
@@ -136,15 +137,15 @@ class GrammarTokenizer:
 
 
 class SpelledTokenizer:
-    """A tokenizer as llguidance takes it (`llguidance.TokenizerWrapper`): the bytes of each token, and of a text.
+    """A tokenizer for `llguidance.TokenizerWrapper`: it has the bytes of each token, and a call encodes a text.
 
-    tokens: the bytes by id; of a special token, its name after a mark of llguidance's.
+    tokens: the bytes of each token, by id; for a special token, llguidance's mark and its name.
     """
 
     bos_token_id = None
 
     def __init__(self, content: Mapping[str, Any], size: int, eos: int, special: Mapping[int, str]) -> None:
-        """content: of a tokenizer.json. size: of the vocabulary. special: names of tokens that are not text."""
+        """content: a decoded tokenizer.json. size: vocabulary size. special: names of the tokens that are not text."""
         self.eos_token_id = eos
         content = _without(special, content)
         definition = msgspec.json.encode(content).decode()
@@ -158,7 +159,7 @@ class SpelledTokenizer:
         self._longest = max(map(len, self.tokens), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Returns the model's own tokens for a text if they spell it, else the longest that do, from the left."""
+        """Encodes a text: by the model's tokenizer if the tokens' bytes are the text, else by the longest tokens."""
         try:
             tokens = self._encode(text.decode())
         except UnicodeDecodeError:
@@ -184,12 +185,12 @@ class SpelledTokenizer:
                     start = end
                     break
             else:
-                break  # no token spells this byte, and so none the rest
+                break  # no token begins with this byte
         return tokens
 
 
 _Texts = tuple[Callable[[str], list[int]], list[bytes]]
-"""A function that tokenizes a text, and the bytes of each token."""
+"""A function that encodes a text, and the bytes of each token."""
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
@@ -201,10 +202,10 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def _spelled(content: Mapping[str, Any], special: Container[int]) -> list[bytes] | None:
-    """Returns the bytes of each token of a byte-level tokenizer, as `_byte_tokenizer` does in ten times as long.
+    """Returns the bytes of each token of a byte-level tokenizer, ten times as fast as `_byte_tokenizer`.
 
-    None for a tokenizer of another kind, or with tokens that are not made of bytes. content: of its tokenizer.json.
-    special: tokens that are not text; they have no bytes here.
+    Returns None for another kind of tokenizer, or one with tokens that are not made of bytes. content: a decoded
+    tokenizer.json. special: ids of tokens that are not text; their bytes are empty.
     """
     vocab = content["model"]["vocab"]
     if (content.get("decoder") or {}).get("type") != "ByteLevel" or not isinstance(vocab, dict):
@@ -218,14 +219,14 @@ def _spelled(content: Mapping[str, Any], special: Container[int]) -> list[bytes]
         spellings[token] = piece.translate(_LATIN).encode("latin-1")
     for token, text in added.items():
         spellings[token] = b"" if token in special else text.encode()
-    marked = {text for text in spellings if text[:1] == _SPECIAL}  # which llguidance takes for special tokens
+    marked = {text for text in spellings if text[:1] == _SPECIAL}  # llguidance would read them as special tokens
     if not marked <= {_SPECIAL}:
         return None
     return [b"" if text in marked else text for text in spellings]
 
 
 def _byte_tokenizer(definition: str) -> _Texts | None:
-    """Returns the tokens as llguidance reads a byte-level tokenizer; None for a tokenizer of another kind."""
+    """Returns the tokens of a byte-level tokenizer as llguidance reads it; None for another kind of tokenizer."""
     try:
         own = LLTokenizer(definition, slices=[])
     except ValueError:
@@ -234,10 +235,9 @@ def _byte_tokenizer(definition: str) -> _Texts | None:
 
 
 def _decoding_tokenizer(definition: str, size: int) -> _Texts:
-    """Returns a tokenizer of any kind.
+    """Returns the tokens of any kind of tokenizer, found by decoding.
 
-    A token's spelling is what a text that ends with another token grows by: a decoder may well put a space between
-    the two, or leave one out.
+    A token's bytes are those that it adds after another token: a decoder may add or remove a space between the two.
     """
     tokenizer = Tokenizer.from_str(definition)
     anchor = next(iter(tokenizer.encode(_ANCHOR, add_special_tokens=False).ids), None)
@@ -252,14 +252,14 @@ def _decoding_tokenizer(definition: str, size: int) -> _Texts:
             return bytes(tokenizer.decode([token]).encode())
         before: str = tokenizer.decode([anchor])
         joined: str = tokenizer.decode([anchor, token])
-        # A decoder that changes what stands before the token cannot be expressed as a list of spellings.
+        # If the token changes how the one before it is decoded, it has no bytes of its own.
         return joined.removeprefix(before).encode() if joined.startswith(before) else b""
 
     return _encoder(tokenizer), [spelling(token) for token in range(size)]
 
 
 def _without(special: Container[int], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a tokenizer.json that finds no special tokens in a text. All ids stay as they are."""
+    """Returns the content changed so that no text encodes to special tokens. The ids of tokens stay the same."""
     vocab = content["model"]["vocab"]
     own = {piece for piece, _ in vocab} if isinstance(vocab, list) else vocab.keys()
     added = [
@@ -271,7 +271,7 @@ def _without(special: Container[int], content: Mapping[str, Any]) -> dict[str, A
 
 
 def _named_ends(content: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the token that ends a text by the name it has. Raises InvalidGrammar."""
+    """Returns the end-of-sequence tokens that llguidance finds by name. Raises InvalidGrammar if it finds none."""
     try:
         return tuple(LLTokenizer(json.dumps(content), slices=[]).eos_tokens)
     except ValueError as error:
@@ -279,7 +279,7 @@ def _named_ends(content: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _size(content: Mapping[str, Any]) -> int:
-    """Returns the number of ids up to the highest that the tokenizer knows."""
+    """Returns the tokenizer's highest id plus 1."""
     vocab = content["model"]["vocab"]
     highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
     return 1 + max([highest, *(token["id"] for token in content["added_tokens"])])

@@ -2,10 +2,9 @@
 
     python -m tgi_server.grammar.trial MODEL MEMORY_BYTES VOCAB_SIZE EOS...
 
-It reads trials from its standard input and writes the outcome of each to its standard output. The tokenizer is read
-once; each grammar is then compiled and walked through by a child of this process, which the kernel ends when it takes
-more time, memory or stack than it may. Children run side by side. This process has one thread, so that each child is a
-whole copy of it.
+It reads trials from its standard input and writes their outcomes to its standard output. It reads the tokenizer once,
+then forks a child for each trial, which compiles the grammar and takes some steps. The kernel ends a child that exceeds
+its limits of time, memory or stack. Children run concurrently. This process has one thread, as `fork` copies no other.
 """
 
 import gc
@@ -30,9 +29,9 @@ from tgi_server.grammar.compiler import COMPILE_STACK_BYTES, GrammarCompiler, on
 from tgi_server.grammar.errors import InvalidGrammar, reason
 from tgi_server.grammar.sandbox import Outcome, Trial
 
-# A part of what a shard has for the same: no grammar that passes here comes near the end of a stack there.
+# Less than a shard's stacks, so that no grammar that passes here comes near the end of a stack there.
 _COMPILE_STACK_BYTES = COMPILE_STACK_BYTES // 4
-_WALK_STACK_BYTES = 256 * 2**10  # the least of a shard's threads has 2 MiB
+_WALK_STACK_BYTES = 256 * 2**10  # the smallest stack of a shard's threads has 2 MiB
 _WALL_SECONDS = 60.0
 _PIPE_BYTES = 65_536
 
@@ -55,7 +54,7 @@ def main() -> None:
     except InvalidGrammar as error:
         fault = str(error)
     gc.collect()
-    gc.freeze()  # a collection would have each child copy what it shares with this process
+    gc.freeze()  # a collection in a child would copy the memory that it shares with this process
     pipes = selectors.DefaultSelector()
     pipes.register(tasks, selectors.EVENT_READ)
     while True:
@@ -78,7 +77,7 @@ def main() -> None:
 
 
 class _Child:
-    """A process that tries a grammar. pipe: the descriptor from which its outcome is read."""
+    """A child process that tries a grammar. pipe: the file descriptor from which its outcome is read."""
 
     def __init__(self, compiler: GrammarCompiler, trial: Trial, grammar: Grammar, memory_bytes: int) -> None:
         self._number = trial.number
@@ -99,7 +98,7 @@ class _Child:
         os.close(write)
 
     def read(self) -> Outcome | None:
-        """Reads from the pipe. At its end, returns what the child found, or why it ended before it could say."""
+        """Reads from the pipe. At its end, returns the outcome, or the reason why the child ended without one."""
         if part := os.read(self.pipe, _PIPE_BYTES):
             self._found += part
             return None
@@ -110,7 +109,7 @@ class _Child:
 
 
 def _result(found: bytes, status: int) -> Outcome:
-    """Returns what a child has written, or the reason why it could not."""
+    """Returns the outcome that a child has written, or one with the reason why it could not. status: from `wait4`."""
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         if number in _LIMITS:
@@ -120,9 +119,9 @@ def _result(found: bytes, status: int) -> Outcome:
 
 
 def _bound(trial: Trial, memory_bytes: int) -> None:
-    """Bounds the running process. The default action of each signal ends it, whatever it does.
+    """Limits the time and memory of this process, and sets its niceness. The signals of the limits end it.
 
-    Its parent has no niceness, so that a busy machine does not delay its start.
+    Called in the child, so that its parent keeps niceness 0 and starts children at once on a busy machine.
     """
     os.nice(trial.niceness)
     for number in _LIMITS:
@@ -130,11 +129,11 @@ def _bound(trial: Trial, memory_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, trial.cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, _WALL_SECONDS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # where else the bound is that of the system
+    if sys.platform == "linux":  # on other systems, only the system's own limit applies
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + _COMPILE_STACK_BYTES + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are not logged
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # do not log what a dying child prints
 
 
 def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> Outcome:
@@ -150,7 +149,7 @@ def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> Outcom
 
 
 def _own_bytes() -> int:
-    """Returns the memory that this process has touched and shares with no file."""
+    """Returns the bytes of this process's resident memory that no file backs. macOS: the peak of resident memory."""
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
@@ -158,7 +157,7 @@ def _own_bytes() -> int:
 
 
 def _walk(matcher: LLMatcher, vocab_size: int) -> None:
-    """Takes some steps as a shard would. Raises InvalidGrammar when the first of them cannot be taken."""
+    """Takes some random steps as a shard would. Raises InvalidGrammar if the first of them fails."""
     bits = allocate_token_bitmask(1, vocab_size)
     for walk in range(_WALKS):
         chooser = random.Random(walk)

@@ -1,4 +1,4 @@
-"""The model that adapters change: its linear layers, and their weights as its checkpoint has them."""
+"""The base model of adapters: its linear layers, and their weights in the checkpoint."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ from tgi_server.engine.checkpoint.quantized import Quantization, find_quantizati
 from tgi_server.engine.checkpoint.reader import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
 from tgi_server.engine.errors import InvalidAdapter
 
-# Names that checkpoints have for modules which models have by other names now: of GPT-NeoX.
+# Names in checkpoints of modules that have other names in the model: of GPT-NeoX.
 _OLD_NAMES = {"lm_head": ("embed_out",)}
-# Names of the modules around the layers of a language model, in one version of a model or another.
+# Names of modules that contain the layers of a language model, in some version of a model.
 _WRAPPERS = re.compile(r"(?:(?:base_model|model|language_model|text_model)\.)+")
 
 
 @dataclass(frozen=True, slots=True)
 class BaseLayer:
-    """A linear layer of the whole base model. transposed: its weight is [in_features, out_features]."""
+    """A linear layer of the whole base model. transposed: True if its weight is [in_features, out_features]."""
 
     in_features: int
     out_features: int
@@ -40,7 +40,7 @@ class BaseWeights:
     """The weights and biases of a model's checkpoint, by the paths of layers in the model."""
 
     def __init__(self, open_files: Callable[[], Checkpoint], base: "BaseModel") -> None:
-        """open_files: called when the first tensor is read; most adapters need none."""
+        """open_files: opens the checkpoint; called when the first tensor is read, as most adapters need none."""
         self._open_files = open_files
         self._base = base
 
@@ -66,7 +66,7 @@ class BaseWeights:
         return None if bias is None else bias.float()
 
     def stored(self, path: str, tensor: str = "weight") -> Tensor | None:
-        """Returns a tensor of the module at a path as the checkpoint has it; None if there is none."""
+        """Returns a tensor of the module at `path` unchanged from the checkpoint; None if there is none."""
         found = self._find(path, tensor)
         return None if found is None else found[...]
 
@@ -77,13 +77,13 @@ class BaseWeights:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A base model as its adapters see it: whole, also where it is computed by several shards or in other layers.
+    """The base model of adapters: the whole model of `transformers`, even if shards or other layers compute it.
 
-    config: that of its text. layers: its linear layers, by their paths in the model of `transformers`. image_layers:
-    those of them that read images. prefix: of the paths in the part without the head. text_prefix: of the paths in the
-    language model. tied: the paths of a head and of embeddings that share their weight, as far as there are such.
-    may_untie: the model computes the same when they do not, and have equal weights. changes: what `transformers` makes
-    of the names in checkpoints.
+    config: the config of its language model. layers: its linear layers, by path. image_layers: paths of those that
+    process images. prefix: prefix of paths in the model without its head. text_prefix: prefix of paths in the language
+    model. tied: path of the head -> path of the embeddings, if they share their weight. may_untie: True if the model
+    computes the same when head and embeddings have separate copies of the weight. changes: the renamings of checkpoint
+    tensors in `transformers`.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ class BaseModel:
 
     @classmethod
     def of(cls, folder: Path, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
-        """Returns the model in a folder. config: the folder's own, as it was read. No weight is read."""
+        """Describes the model in a folder, without reading weights. config: the folder's config, unchanged."""
         plain = without_quantization(config)
         factory = model_factory(config)
         with torch.device("meta"):
@@ -111,7 +111,7 @@ class BaseModel:
         if head is not None and head.weight is embeddings.weight:
             tied[paths[id(head)]] = paths[id(embeddings)]
         prefix = f"{model.base_model_prefix}."
-        # T5 scales what its head gets only where the weight is shared.
+        # T5 scales the input of its head only if the weight is shared.
         may_untie = not config.is_encoder_decoder
         text = plain.get_text_config(decoder=True)
         return cls(
@@ -128,9 +128,9 @@ class BaseModel:
         )
 
     def paths(self, path: str) -> list[str]:
-        """Returns the paths that a module of an adapter's model may have in this one.
+        """Returns the paths that a module of an adapter's model may have in this model.
 
-        The adapter's model may be the language model alone, or one that has it in modules of other names.
+        The adapter's model may be the language model alone, or one whose language model is in modules of other names.
         """
         found = [path, f"{self.prefix}{path}", path.removeprefix(self.prefix)]
         if (name := name_in_model(self.changes, f"{path}.weight")) is not None:
@@ -139,13 +139,13 @@ class BaseModel:
         return [*found, f"{self.text_prefix}{bare}", bare]
 
     def names(self, path: str) -> list[str]:
-        """Returns the names that a checkpoint may have for the module at a path."""
+        """Returns the names that the module at `path` may have in a checkpoint."""
         names = [path, path.removeprefix(self.prefix), f"{self.prefix}{path}", *_OLD_NAMES.get(path, ())]
         return names + (self.names(self.tied[path]) if path in self.tied else [])
 
     @contextmanager
     def weights(self) -> Iterator[BaseWeights]:
-        """Yields the weights of the checkpoint, which are read one by one. Raises ModelNotFound or InvalidWeights."""
+        """Yields the weights of the checkpoint, which are read on demand. Raises ModelNotFound or InvalidWeights."""
         with ExitStack() as stack:
             files = open_checkpoint(self.folder, quantization=self.quantization)
             yield BaseWeights(lambda: stack.enter_context(files), self)
@@ -156,9 +156,9 @@ def _layers(model: nn.Module) -> dict[str, BaseLayer]:
 
 
 def _image_layers(config: PretrainedConfig, model: PreTrainedModel) -> dict[str, BaseLayer]:
-    """Returns the linear layers beside the language model of a model that also reads images.
+    """Returns the linear layers outside the language model, by path, for a model that also reads images.
 
-    model: what is loaded, which may be the language model alone.
+    model: the loaded model, which may be the language model alone.
     """
     whole_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if whole_class is None:

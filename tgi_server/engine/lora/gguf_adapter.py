@@ -1,4 +1,4 @@
-"""An adapter of a GGUF file, with the settings and the names of tensors that `peft` has for it."""
+"""Reads an adapter from a GGUF file, and converts its settings and tensor names to those of `peft`."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def read_gguf(file: Path, base: BaseModel) -> tuple[PeftConfig, dict[str, Tensor
 
 
 def _matrices(adapter: GgufAdapter, name: str, base: BaseModel) -> tuple[str, Tensor, Tensor]:
-    """Returns the path of the layer that a pair is for, and the two matrices in the order of `transformers`."""
+    """Returns the path of a pair's layer, and its matrices A and B with rows and columns as in `transformers`."""
     path = adapter.architecture.name_in_model(name)
     change = adapter.architecture.changes(base.config.to_dict(), part_of(name))
     if path is None or "{}" in path or not path.endswith(".weight") or change.beside is not None:

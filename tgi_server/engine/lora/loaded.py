@@ -1,4 +1,4 @@
-"""The adapters that a running model has at hand."""
+"""The adapters that a running model has loaded."""
 
 import logging
 import threading
@@ -27,16 +27,16 @@ from tgi_server.engine.parallel.shares import Share, share_of
 
 logger = logging.getLogger(__name__)
 
-# The adapters that were used last are cached in the host's memory: up to these bytes, and this share of what is free.
+# Limits of the cache of recently used adapters in the host's memory: bytes, and share of the available memory.
 _MOST_RECENT_BYTES = 1 << 30
 _SHARE_OF_RAM = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """An adapter that was read, arranged for the running model.
+    """An adapter in the layout of the running model.
 
-    rank: the largest of its layers. deltas: by the number of the linear layer.
+    rank: largest rank of its layers. deltas: the delta of each linear layer, by the layer's number.
     """
 
     rank: int
@@ -52,14 +52,14 @@ class ReadAdapter:
 
 
 class RecentAdapters:
-    """The adapters that were used last, in the host's memory."""
+    """A cache of the most recently used adapters, in the host's memory."""
 
     def __init__(self, most_bytes: int) -> None:
         self._room = most_bytes
         self._adapters: OrderedDict[str, ReadAdapter] = OrderedDict()
 
     def get(self, adapter_id: str, read: Callable[[], ReadAdapter]) -> ReadAdapter:
-        """Returns an adapter, which is read if it is not here. Others give way to it."""
+        """Returns an adapter; calls `read` if it is not cached, and evicts others for it."""
         adapter = self._adapters.get(adapter_id)
         if adapter is None:
             adapter = self._adapters[adapter_id] = read()
@@ -72,9 +72,9 @@ class RecentAdapters:
 
 
 class LoadedAdapters:
-    """Reads adapters, beside the steps of the engine, and numbers them; rows name their adapters by these numbers.
+    """Reads adapters, concurrently with the engine's steps, and numbers them. Rows refer to adapters by number.
 
-    Until the first one is put here, the model is as it would be without adapters.
+    Before the first adapter is read, the model's layers are the same as without adapters.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class LoadedAdapters:
         max_rank: int,
         trust_remote_code: bool,
     ) -> None:
-        """folder: of the base model. config: its own. adapt: returns the linear layers of the
-        running model, once the first adapter is read. group: the shards of the model, when this is one of them.
-        max_rank: of a layer.
+        """folder, config: those of the base model. adapt: makes the linear layers of the running model ready for
+        adapters and returns them; called when the first adapter is read. group: the shards of the model, if there are
+        several. max_rank: maximum rank of a layer.
         """
         self._model = model
         self._folder = folder
@@ -101,20 +101,20 @@ class LoadedAdapters:
         self._trust_remote_code = trust_remote_code
         self._numbers: dict[str, int] = {}
         self._recent = RecentAdapters(min(_MOST_RECENT_BYTES, int(_SHARE_OF_RAM * available_ram())))
-        self._lock = threading.Lock()  # of what is made when the first adapter is read
+        self._lock = threading.Lock()  # for the cached properties, created when the first adapter is read
 
     def fetch(self, adapter_id: str, folder: Path) -> ReadAdapter:
-        """Returns an adapter on the model's device: one that was read before, from the host's memory; or reads it.
+        """Returns an adapter on the model's device, from the cache in the host's memory or its files.
 
-        adapter_id: names the same adapter as long as the engine runs. To be called in one thread only.
+        adapter_id: has to name the same adapter as long as the engine runs. Call it from one thread only.
         """
         use_device(self._model.device)
         return self._recent.get(adapter_id, partial(self.read, folder)).to(self._model.device)
 
     def read(self, folder: Path) -> ReadAdapter:
-        """Reads an adapter into the host's memory, in any thread.
+        """Reads an adapter into the host's memory. Thread-safe.
 
-        Raises InvalidAdapter, and what is wrong with the base model's files.
+        Raises InvalidAdapter, and ModelNotFound or InvalidWeights for faults of the base model's files.
         """
         with self._lock:
             base = self._base
@@ -144,16 +144,16 @@ class LoadedAdapters:
 
     @property
     def attached(self) -> bool:
-        """True once linear layers look for adapters."""
+        """True once the linear layers are ready for adapters."""
         return "_linears" in vars(self)
 
     def warm_up(self) -> None:
-        """Prepares all linear layers for adapters that may come while requests run."""
+        """Warms up all linear layers for adapters, so that adapters loaded later do not delay running requests."""
         for linear in self._linears:
             linear.warm_up(self._model.dtype)
 
     def put(self, adapter_id: str, adapter: ReadAdapter) -> None:
-        """Applies the adapter to requests that name it, from the next step on. Call it between two steps.
+        """Makes an adapter available to requests from the next step on. Call it between two steps.
 
         An adapter from `read` is copied to the model's device; one from `fetch` is there already.
         """
@@ -168,13 +168,13 @@ class LoadedAdapters:
         self._numbers[adapter_id] = adapter_number
 
     def drop(self, adapter_id: str) -> None:
-        """Forgets an adapter, if it is there. Call it between two steps."""
+        """Unloads an adapter, if it is loaded. Call it between two steps."""
         adapter_number = self._numbers.pop(adapter_id, None)
         if adapter_number is not None:
             self._drop(adapter_number)
 
     def number(self, adapter_id: str) -> int:
-        """Returns the number by which rows name the adapter; 0 for an empty id. Raises InvalidCall for another."""
+        """Returns the number of an adapter; 0 for an empty id. Raises InvalidCall if the adapter is not loaded."""
         if not adapter_id:
             return 0
         adapter_number = self._numbers.get(adapter_id)
@@ -204,7 +204,7 @@ class LoadedAdapters:
 
 
 def _delta(linear: AdaptedLinear, layers: Mapping[str, AdapterLayer], dtype: torch.dtype) -> LoraDelta | None:
-    """Returns an adapter's delta of a linear layer; None if it has none. layers: by path, as this shard has them."""
+    """Returns an adapter's delta of a linear layer; None if it has none. layers: this shard's slices, by path."""
     a, b, firsts, first = [], [], [], 0
     dora_scale = bias_delta = None
     for path, outputs in linear.parts:
@@ -224,7 +224,7 @@ def _delta(linear: AdaptedLinear, layers: Mapping[str, AdapterLayer], dtype: tor
 
 
 def _slice(plan: ShardingPlan, share: Share, path: str, layer: AdapterLayer, *, transposed: bool) -> AdapterLayer:
-    """Returns a shard's slice of an adapter's layer, which is column- or row-parallel as the base model's layer is."""
+    """Returns a shard's slice of an adapter's layer, split by column or row like the base model's layer."""
     slice_ = plan.slice(f"{path}.weight")
     if slice_ is None or slice_.axis is None:
         return layer
@@ -235,6 +235,6 @@ def _slice(plan: ShardingPlan, share: Share, path: str, layer: AdapterLayer, *, 
         )
         return AdapterLayer(layer.a, taken(layer.b, outputs, 0), dora_scale, bias_delta)
     inputs = taken(layer.a, slice_.ranges(share, layer.a.shape[1]), 1)
-    # every shard has a part of the sum, and the first one the bias
+    # Each shard computes a partial sum; shard 0 adds the bias.
     bias_delta = None if layer.bias_delta is None or share.rank > 0 else layer.bias_delta
     return AdapterLayer(inputs, layer.b, layer.dora_scale, bias_delta)

@@ -1,4 +1,4 @@
-"""An adapter's adapter_config.json, as `peft` writes it: https://huggingface.co/docs/peft/package_reference/lora."""
+"""Reads an adapter's adapter_config.json, see https://huggingface.co/docs/peft/package_reference/lora."""
 
 import json
 import math
@@ -17,7 +17,7 @@ MAX_RANK = 256
 
 T = TypeVar("T")
 
-# Settings that are supported, or that do not matter to a trained adapter.
+# Settings that are supported, and settings that do not matter to a trained adapter.
 _HONOURED = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias", "lora_bias"}
 _OF_TRAINING = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -26,14 +26,14 @@ _OF_TRAINING = {
     *("lora_ga_config", "megatron_config", "megatron_core", "ensure_weight_tying", "qalora_group_size"),
     *("runtime_config", "velora_config"),
 }
-# Ways to begin a training that leave the base model's weights as they are.
+# Initializations that do not change the base model's weights.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-# Limits of `rank_pattern` and `alpha_pattern`: keys, regular expressions among them, and characters of such an
-# expression.
+# Limits of `rank_pattern` and `alpha_pattern`: number of keys, of regular expressions among them, and of characters of
+# an expression.
 _MAX_KEYS = 1000
 _MAX_EXPRESSIONS = 20
 _MAX_EXPRESSION_LENGTH = 100
-# A name repeats nothing, so matching it cannot backtrack.
+# Keys without repetitions: matching them cannot backtrack.
 _LAYER_NAME = re.compile(r"\^?[\w.]+")
 
 # Returns the value for a layer by its path; None if no key matches.
@@ -44,8 +44,9 @@ ValueOf = Callable[[str], T | None]
 class PeftConfig:
     """The settings of a LoRA adapter that determine its outputs.
 
-    rank_pattern, alpha_pattern: ranks and alphas of the layers that differ from the others. biases: the adapted layers'
-    biases were trained too, and stand in the place of the base model's.
+    rank, alpha: those of most layers. rank_pattern, alpha_pattern: return those of a layer that differs, else None.
+    rank_stabilised: True if the scale is alpha / sqrt(rank) instead of alpha / rank. dora: True for DoRA. biases: True
+    if the biases of adapted layers were trained, too, and replace the base model's.
     """
 
     rank: int
@@ -58,7 +59,7 @@ class PeftConfig:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Reads the folder's adapter_config.json. Raises InvalidAdapter, with the setting's name."""
+        """Reads the folder's adapter_config.json. Raises InvalidAdapter, which names the setting."""
         file = folder / CONFIG
         settings = _read(file)
         kind = settings.get("peft_type")
@@ -120,9 +121,9 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _pattern(settings: Mapping[str, Any], name: str, kind: Callable[[Any], T]) -> ValueOf[T]:
-    """Returns the setting of this name as a function of a layer's path: the value of the first key that matches.
+    """Returns a setting as a function from a layer's path to the value of the first key that matches.
 
-    A key is the end of the path, or a regular expression for it. Raises ValueError for a key that is neither.
+    A key is the end of a path, or a regular expression for it. Raises ValueError for a key that is neither.
     """
     values: Mapping[str, Any] = settings.get(name) or {}
     if len(values) > _MAX_KEYS:
@@ -137,14 +138,14 @@ def _pattern(settings: Mapping[str, Any], name: str, kind: Callable[[Any], T]) -
 
 
 def _matcher(name: str, key: str) -> Callable[[str], object]:
-    """Compiles a key; a regular expression with an engine that matches in linear time."""
+    """Compiles a key. Regular expressions use an engine that matches in linear time. Raises ValueError."""
     pattern = rf"^(?:.*\.)?(?:{key})$"
     if _LAYER_NAME.fullmatch(key):
         return re.compile(pattern).match
     fault = f"{name} has the regular expression {key[:_MAX_EXPRESSION_LENGTH]!r}"
     if len(key) > _MAX_EXPRESSION_LENGTH:
         raise ValueError(f"{fault}... of {len(key)} characters; it may have {_MAX_EXPRESSION_LENGTH}")
-    if "{" in key:  # what is repeated a thousand times is compiled a thousand times
+    if "{" in key:  # a counted repetition is compiled as many times as it counts
         raise ValueError(f"{fault}, which counts repetitions; use the names of layers")
     try:
         _compile(key)

@@ -1,4 +1,4 @@
-"""Reads an adapter, of `peft` or of llama.cpp, and checks its tensors against the base model."""
+"""Reads an adapter in the format of `peft` or llama.cpp, and checks its tensors against the base model."""
 
 import re
 from collections import defaultdict
@@ -21,29 +21,29 @@ from tgi_server.gguf.paths import GgufError, adapter_file
 WEIGHTS = "adapter_model.safetensors"
 PICKLED_WEIGHTS = "adapter_model.bin"
 
-# Names of layers that some models have as one and others as several side by side.
+# Layers that some models have as one, and others as several layers.
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-# base_model.model.PATH.lora_A.weight, where a name of the adapter may follow on lora_A, and so on.
+# base_model.model.PATH.lora_A.weight and so on. The adapter's name, `default`, may follow lora_A.
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<path>.+?)\.(?:"
     r"lora_(?P<matrix>[AB])(?:\.default)?\.(?P<of>weight|bias)|"
     r"(?P<magnitude>lora_magnitude_vector)(?:\.default)?(?:\.weight)?|"
     r"(?:base_layer\.)?(?P<bias>bias))"
 )
-# A weight of the base model, which peft saves with an adapter of the head.
+# A weight of the base model, which peft saves together with an adapter of the head.
 _COPY = re.compile(r"(?:base_model\.model\.)?(?P<path>.+?)(?:\.base_layer)?\.weight")
 
-# What the tensors of a layer are, with their names in the file.
+# Names of a layer's tensors in the file, by their kind, such as A.weight.
 Parts = dict[str, str]
 
 
 def read_adapter(folder: Path, base: BaseModel, *, max_rank: int = MAX_RANK) -> dict[str, AdapterLayer]:
     """Returns the layers of an adapter, by their paths in the base model, in float32.
 
-    folder: of the files that `peft` wrote; or a GGUF file, or a folder that holds one.
+    folder: a folder with the files of `peft`, a folder with a GGUF file, or a GGUF file.
 
-    Raises InvalidAdapter, which names the setting or the tensor, for what is not supported and what does not fit.
+    Raises InvalidAdapter, which names the setting or tensor that is not supported or does not fit the base model.
     """
     try:
         file = adapter_file(folder)
@@ -79,14 +79,14 @@ def _check_numbers(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise InvalidAdapter(f"{folder}: tensor {name} has the dtype {tensor.dtype}; it must be of floats")
-        # Least and largest number show what is not finite, and take no memory.
+        # Minimum and maximum show if numbers are not finite, and need no memory.
         if tensor.numel() and not torch.stack(tensor.float().aminmax()).isfinite().all():
             raise InvalidAdapter(f"{folder}: tensor {name} has numbers that are not finite; train the adapter again")
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Makes the layers of one adapter of their tensors."""
+    """Converts the tensors of one adapter to layers."""
 
     folder: Path
     config: PeftConfig
@@ -109,7 +109,10 @@ class _Reader:
         return layers
 
     def layers(self, path: str, parts: Parts) -> dict[str, AdapterLayer]:
-        """Returns the changed layers of the base model, by their paths, for one layer of the adapter."""
+        """Returns the layers of the base model, by path, that one layer of the adapter changes.
+
+        path, parts: path of the adapter's layer, and its tensors.
+        """
         places = self._places(path, parts)
         outputs = sum(layer.out_features for layer in places.values())
         inputs = next(iter(places.values())).in_features
@@ -132,14 +135,14 @@ class _Reader:
             if "B.bias" in parts:
                 self._refuse(parts["B.bias"], "is a bias of a LoRA with DoRA, which is not supported")
             old = self._bias(places)
-            if old is not None:  # the magnitude scales the product, without the bias
+            if old is not None:  # the magnitude scales the output without the bias
                 bias_delta = (1 - dora_scale) * old if bias_delta is None else bias_delta + (1 - dora_scale) * old
         elif self.config.dora:
             self._refuse(_first(parts), "has no lora_magnitude_vector beside it, which use_dora asks for")
         return AdapterLayer(a, b, dora_scale, bias_delta).split(places)
 
     def _check_copy(self, name: str) -> None:
-        """Refuses a tensor that is neither of a LoRA nor the base model's own."""
+        """Refuses a tensor that is neither part of a LoRA nor a copy of the base model's tensor."""
         match = _COPY.fullmatch(name)
         stored = map(self.weights.stored, self.base.paths(match["path"]) if match else ())
         own = next((tensor for tensor in stored if tensor is not None), None)
@@ -159,7 +162,7 @@ class _Reader:
             self._refuse(name, "differs from the base model's; adapters that change whole weights are not supported")
 
     def _places(self, path: str, parts: Parts) -> dict[str, BaseLayer]:
-        """Returns the layers of the base model that a layer of the adapter is for: one, or those that it joins."""
+        """Returns the layers of the base model, by path, that a layer of the adapter is for: one, or several joined."""
         known = self.base.layers
         for place in self.base.paths(path):
             if place in known:
@@ -203,10 +206,10 @@ class _Reader:
         return torch.cat([torch.zeros(size) if bias is None else bias for bias, size in biases])
 
     def _dora_scale(self, magnitude: Tensor, a: Tensor, b: Tensor, places: Mapping[str, BaseLayer]) -> Tensor:
-        """Returns the magnitude over the norms of the rows of the changed weight, W + b a."""
+        """Returns the magnitude divided by the row norms of the changed weight, W + b a."""
         weight = torch.cat([self.weights.weight(path) for path in places])
         norms = torch.linalg.norm(torch.addmm(weight, b, a), dim=1)
-        return magnitude / norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of zeros, such as those of no token
+        return magnitude / norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of padding may be all zeros
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         raise InvalidAdapter(f"{self.folder}: tensor {name} {why}")

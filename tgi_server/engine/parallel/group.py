@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 # Seconds that shards wait for each other at start-up. Each has to import torch first.
 CONNECT_SECONDS = 120.0
 # Seconds that a shard waits for the others in a pass. A lost peer is noticed at once; this is for one that hangs. It
-# has to be longer than shards are apart in loading.
+# has to exceed the difference between the shards' loading times.
 COLLECTIVE_SECONDS = 600.0
-# Seconds that a shard with a fault waits for the others to report theirs. If they do not, they wait for this one in the
+# Seconds that a shard with a fault waits for the others' reports. If none come, the others wait for this shard in the
 # middle of a pass.
 FAULT_SECONDS = 30.0
 EARLY_CONNECTIONS = "NCCL_RUNTIME_CONNECT"
@@ -43,16 +43,18 @@ class ShardGroup:
     All shards have to make the same calls in the same order; each call waits for the others. When one shard leaves
     that order, whatever the others compute is worthless: see `abandon`.
 
-    memory: a `torch.classes.oatmill.Ranks`, by which the shards of one machine bring tensors together; None: there is
-    none. symmetric: the same of GPUs, for small tensors. fallback: why there is none, though it was requested.
+    memory: the shared memory of shards on one machine, a `torch.classes.oatmill.Ranks`; None without shared memory.
+    symmetric: the symmetric memory of GPUs, for small tensors; None if it is not used. fallback: the reason why NCCL is
+    used although the user requested symmetric memory; None otherwise.
     """
 
     def __init__(
         self, rank: int, world_size: int, local_world_size: int, store: dist.Store, sharing_cores: int | None = None
     ) -> None:
-        """local_world_size: shards that run on this machine. store: holds their messages at start-up.
+        """local_world_size: number of shards on this machine. store: the key-value store behind `exchange`.
 
-        sharing_cores: shards that share the cores of this one, itself included; None: all of this machine.
+        sharing_cores: number of shards that compute on the same cores as this one, itself included; None: all shards of
+        this machine.
         """
         self.rank = rank
         self.world_size = world_size
@@ -70,9 +72,9 @@ class ShardGroup:
         self.memory = share_memory(self.rank, self.world_size, self.exchange, COLLECTIVE_SECONDS)
 
     def share_gpu_memory(self, device: torch.device, *, requested: bool = True) -> None:
-        """Sums small tensors through symmetric memory from now on, if all shards find it right.
+        """Sums small tensors through symmetric memory from now on, if all shards find its results correct.
 
-        requested: by the user, to whom it is reported if it is not used.
+        requested: True if the user asked for it; `fallback` then gives the reason if it is not used.
         """
         memory, apart = None, self.local_world_size < self.world_size
         fault = "the shards are on several machines" if apart else symmetric_memory.access_fault(device)
@@ -94,11 +96,11 @@ class ShardGroup:
         logger.log(logging.WARNING if requested else logging.INFO, fallback)
 
     def _first_fault(self, fault: str | None) -> str | None:
-        """Returns the fault of the first shard that has one, before anything is tried together; None if none has."""
+        """Returns the fault of the lowest rank that has one, or None. Used before the shards do something together."""
         return next(filter(None, self.exchange(fault or "")), None)
 
     def ranks(self) -> Any:
-        """Returns the `torch.classes.oatmill.Ranks` by which kernels bring tensors together."""
+        """Returns the `torch.classes.oatmill.Ranks` with which kernels run their collectives."""
         if self.memory is not None:
             return self.memory
         name = dist.distributed_c10d._get_default_group().group_name
@@ -133,7 +135,7 @@ class ShardGroup:
     def exchange(self, message: str, seconds: float = COLLECTIVE_SECONDS) -> list[str]:
         """Returns every shard's message, in the order of ranks. Takes milliseconds: for start-up, not for steps.
 
-        seconds: to wait for the others.
+        seconds: time-out of the wait for the others. Raises RuntimeError after it.
         """
         self._exchanges += 1
         keys = [f"message/{self._exchanges}/{rank}" for rank in range(self.world_size)]
@@ -142,7 +144,7 @@ class ShardGroup:
         return [self._store.get(key).decode() for key in keys]
 
     def check_same(self, facts: dict[str, str]) -> None:
-        """Raises UnsupportedModel when a fact, by its name, is not the same for all shards."""
+        """Raises UnsupportedModel if a value differs between shards. facts: names, for the error, and values."""
         for name, value in facts.items():
             for rank, other in enumerate(self.exchange(value)):
                 if other != value:
@@ -152,7 +154,7 @@ class ShardGroup:
                     )
 
     def abandon(self, fault: str) -> None:
-        """Refuses all later passes after a fault: the other shards may have stopped at another point of the pass."""
+        """Makes `check` fail from now on: after a fault, the other shards may be at another point of the pass."""
         self.fault = self.fault or fault
 
     def check(self) -> None:
@@ -162,7 +164,10 @@ class ShardGroup:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Checks the group, and abandons it when the code in the context fails, which all shards run together."""
+        """Checks the group, runs code that all shards run together, and abandons the group if the code fails.
+
+        An EngineError does not count as such a failure: all shards raise it at the same point.
+        """
         self.check()
         try:
             yield
@@ -174,9 +179,9 @@ class ShardGroup:
 
 
 def fault_of_any(fault: str | None, group: ShardGroup | None) -> str | None:
-    """Returns the fault of the first shard that has one, after something that all of them tried together; None if none.
+    """Returns the fault of the lowest rank that has one, or None. Called after all shards tried something together.
 
-    Raises PeerLost if this shard has failed alone: the others wait for it in a collective, which never ends.
+    Raises PeerLost if this shard failed alone: the others wait for it in a collective that it never enters.
     """
     if group is None or not fault:
         faults = [fault] if group is None else group.exchange("")
@@ -190,7 +195,7 @@ def fault_of_any(fault: str | None, group: ShardGroup | None) -> str | None:
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Raises PeerLost in place of the error of a kernel that waits for other shards."""
+    """Turns the error of a kernel that lost another shard while waiting for it into PeerLost."""
     try:
         yield
     except RuntimeError as error:
@@ -202,7 +207,7 @@ def peers() -> Iterator[None]:
 
 @contextmanager
 def _peers_of(tensor: Tensor) -> Iterator[None]:
-    """Raises PeerLost in place of gloo's own errors; NCCL's come later, and are those of the device."""
+    """Turns errors of collectives on the CPU into PeerLost. NCCL reports its errors later, as errors of the device."""
     try:
         yield
     except RuntimeError as error:
@@ -224,11 +229,12 @@ def connect(
     custom_kernels: bool = True,
     all_reduce: str = "auto",
 ) -> ShardGroup:
-    """Connects to the other shards where shard 0 listens.
+    """Connects to the other shards; shard 0 listens at `master_addr`:`master_port`.
 
-    device: what this shard computes on. sharing_cores: as in `ShardGroup`. timeout: seconds. custom_kernels: kernels of
-    the engine's own may be used. all_reduce: symmetric-memory: GPUs sum small tensors through it, if that is right;
-    auto: the same, without a report if it is not; nccl: never.
+    device: the device that this shard computes on. sharing_cores: as in `ShardGroup`. timeout: seconds. custom_kernels:
+    False keeps to torch's collectives on CPUs. all_reduce: on GPUs, `symmetric-memory` sums small tensors through
+    symmetric memory if a test finds it correct, and reports a fallback if not; `auto` does the same without the report;
+    `nccl` never uses it.
     Raises CannotConnect.
     """
     local_world_size = local_world_size or world_size
@@ -262,7 +268,7 @@ def connect(
 
 
 def _store(rank: int, world_size: int, master_addr: str, master_port: int, timeout: timedelta) -> dist.TCPStore:
-    """Connects to shard 0, which listens on this one address; by itself, torch would listen on all of the machine."""
+    """Connects to shard 0. Shard 0 listens on this one address; torch's default is all addresses of the machine."""
     if rank != 0:
         return dist.TCPStore(master_addr, master_port, world_size, False, timeout)
     (family, *_, address), *_ = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_STREAM)
@@ -271,9 +277,9 @@ def _store(rank: int, world_size: int, master_addr: str, master_port: int, timeo
 
 
 def share_cores(processes: int) -> None:
-    """Makes this process compute on its part of the cores that a container's quota leaves.
+    """Limits torch's threads to this process's share of the cores, within a container's CPU quota.
 
-    processes: that share them. Where the user has set OMP_NUM_THREADS, the quota does not count.
+    processes: number of processes that share the cores. If the user has set OMP_NUM_THREADS, the quota is ignored.
     """
     cores, there = usable_cores(), cores_of_affinity()
     if "OMP_NUM_THREADS" in os.environ:
@@ -286,7 +292,7 @@ def share_cores(processes: int) -> None:
 
 
 def _choose_interface(master_addr: str, master_port: int) -> None:
-    """Tells gloo and NCCL the interface to use. Gloo's default, the host name's address, is often out of reach."""
+    """Sets the network interface of gloo and NCCL. Gloo's default, that of the host name, is often not reachable."""
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

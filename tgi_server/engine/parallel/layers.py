@@ -1,4 +1,4 @@
-"""Layers around a slice of a layer, which bring together what the shards computed."""
+"""Layers that wrap a shard's slice of a layer and combine the results of all shards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from tgi_server.engine.parallel.shares import Share
 
 
 class ShardedLayer(nn.Module):
-    """A layer around `inner`, which is of `transformers` or of the engine, with this shard's slice of its weights."""
+    """A layer around `inner`, a layer of `transformers` or of the engine that has this shard's slice of the weights."""
 
     def __init__(self, inner: Any, group: ShardGroup, share: Share) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class ShardedLayer(nn.Module):
 
 
 class RowParallel(ShardedLayer):
-    """A row-parallel layer: every shard computes a part of the sum. A bias is in the first shard's part alone."""
+    """A row-parallel layer: each shard computes a partial sum; all-reduce adds them. Only shard 0 adds the bias."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.group.all_reduce(self.inner(*args, **kwargs).contiguous())
 
     def adapted(self, x: Tensor, rows: Any, *, residual: Tensor | None = None) -> Tensor:
-        """Returns residual + forward(x) with LoRA deltas, where `inner` is a packed linear layer."""
+        """Returns residual + forward(x) with LoRA deltas. `inner` has to be a packed linear layer."""
         own = residual if self.share.rank == 0 else None
         return self.group.all_reduce(self.inner.adapted(x, rows, residual=own).contiguous())
 
@@ -55,9 +55,9 @@ class VocabParallelEmbedding(ShardedLayer):
 
 
 class VocabParallelHead(ShardedLayer):
-    """A head: each shard computes the logits of its part of the vocabulary, and gets all of them.
+    """A language-model head: each shard computes the logits of its part of the vocabulary, then gathers all of them.
 
-    Greedy rows need less: a captured step keeps the parts apart, and the shards exchange the best token of each.
+    Greedy rows need less: inside `apart` the logits are not gathered, and `argmax` exchanges one token a row and shard.
     """
 
     vocab_size: int
@@ -65,7 +65,7 @@ class VocabParallelHead(ShardedLayer):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Has the head return the logits of this shard's part of the vocabulary, [..., part]."""
+        """Makes the head return only the logits of this shard's part of the vocabulary, [..., part], in the context."""
         self._apart = True
         try:
             yield
@@ -77,13 +77,14 @@ class VocabParallelHead(ShardedLayer):
         return self._joined(self.inner(hidden))
 
     def adapted(self, hidden: Tensor, rows: Any) -> Tensor:
-        """Returns the logits with LoRA deltas, where `inner` is a packed linear layer."""
+        """Returns the logits with LoRA deltas. `inner` has to be a packed linear layer."""
         return self._joined(self.inner.adapted(hidden, rows))
 
     def argmax(self, part: Tensor) -> Tensor:
-        """Returns the argmax of all shards' logits, int64 [rows], the first of equals. part: of this one, [rows, part].
+        """Returns the argmax of all shards' logits, int64 [rows], the first of equals.
 
-        Each shard sends its best logit and the token, both as float32, which has all ids below 2^24.
+        part: this shard's logits, [rows, part]. Each shard sends its best logit and that token's id, both as float32,
+        which is exact for ids up to 2^24.
         """
         width = part.shape[-1]
         first = self.share.rank * width
@@ -100,7 +101,7 @@ class VocabParallelHead(ShardedLayer):
         return logits if self._apart else self.gathered(logits)
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """Returns all shards' logits, [..., vocab_size]. logits: of this shard, [..., part]."""
+        """Returns all shards' logits, [..., vocab_size]. logits: this shard's, [..., part]."""
         logits = self.group.all_gather(logits)
         if logits.shape[-1] == self.vocab_size:
             return logits
@@ -108,9 +109,9 @@ class VocabParallelHead(ShardedLayer):
 
 
 class ShardedQueryNorm(ShardedLayer):
-    """Root mean square normalisation over all heads, which are split over the shards.
+    """Root mean square normalisation over all query heads, which are split over the shards.
 
-    whole_size: elements of all heads. copies: the number of shards that have the same heads.
+    whole_size: number of elements in all heads. copies: number of shards that have the same heads.
     """
 
     copies = 1
@@ -140,8 +141,8 @@ class ShardedKeyNorm(ShardedQueryNorm):
 class ShardedGatedNorm(ShardedLayer):
     """The gated root mean square normalisation of Mamba-2, over groups of heads.
 
-    A group that several shards have parts of is normalised by the squares of all of them. share: of the heads and
-    groups of Mamba-2.
+    If a group is split over several shards, all-reduce adds their sums of squares. `share` counts Mamba-2's heads as
+    queries and its groups as keys.
     """
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

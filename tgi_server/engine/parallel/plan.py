@@ -20,7 +20,7 @@ from tgi_server.engine.parallel.shares import Heads, Layout, Share, parts, share
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A shard's slice of a tensor along `axis`. Where that is None, the first shard has all, the others have zeros."""
+    """A shard's slice of a tensor along `axis`. If `axis` is None, shard 0 has the whole tensor, the others zeros."""
 
     axis: int | None
     layout: Layout = parts
@@ -47,10 +47,10 @@ FIRST_ONLY = Slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The way one module is split.
+    """How one module is split.
 
-    tensors: slices of its parameters and buffers, by name. layer: makes what is put around the module, if anything.
-    sizes: layouts of axes whose sizes are attributes of the module, by the attributes' names.
+    tensors: the slices of its parameters and buffers, by name. layer: creates the layer that wraps the module; None: it
+    is not wrapped. sizes: for attributes of the module that hold the size of a split axis, the layout of that axis.
     """
 
     tensors: Mapping[str, Slice]
@@ -59,12 +59,12 @@ class Split:
 
 
 def column_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
-    """A linear layer: each shard computes some of its outputs. transposed: weights are [inputs, outputs]."""
+    """Splits a linear layer by its outputs. transposed: the weight is [inputs, outputs]."""
     return Split({"weight": Slice(1 if transposed else 0, layout), "bias": Slice(0, layout)})
 
 
 def row_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
-    """A linear layer: each shard has some of its inputs."""
+    """Splits a linear layer by its inputs. transposed: the weight is [inputs, outputs]."""
     return Split({"weight": Slice(0 if transposed else 1, layout), "bias": FIRST_ONLY}, RowParallel)
 
 
@@ -78,13 +78,13 @@ def vocab_parallel_head() -> Split:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The way the models of an architecture are split.
+    """How the models of an architecture are split. Modules are named by the end of their path, such as `mlp.up_proj`.
 
-    heads: of the attention. attention: the end of the path of every attention module. layer_heads: of attention modules
-    with other numbers of heads, by the end of their path.
-    splits: by the end of a module's path; `*` stands for a number. Paths may also be those of a checkpoint, where it
-    has other names than the model.
-    whole: modules with matrices that every shard has, by the end of their path.
+    heads: the attention heads of most layers. attention: names of attention modules. layer_heads: heads of attention
+    modules that have other numbers of heads.
+    splits: the split of each module; `*` in a name stands for a number. Names may also be those of a checkpoint, if
+    they differ from the model's.
+    whole: names of modules whose matrices every shard has in full.
     """
 
     heads: Heads
@@ -94,19 +94,19 @@ class ShardingPlan:
     layer_heads: Mapping[str, Heads] = field(default_factory=dict)
 
     def share(self, path: str, share: Share) -> Share:
-        """Returns the share of the attention module at a path, where `share` is that of the others."""
+        """Returns this shard's share of the heads of the attention module at `path`. share: that of most layers."""
         for end, heads in self.layer_heads.items():
             if path.endswith(f".{end}"):
                 return share_of(share.rank, share.world_size, heads)
         return share
 
     def split(self, path: str) -> Split | None:
-        """Returns how the module at a path is split; None: not at all."""
+        """Returns how the module at `path` is split; None if every shard has all of it."""
         match = self._pattern.search(path)
         return list(self.splits.values())[int(str(match.lastgroup)[1:])] if match else None
 
     def slice(self, name: str) -> Slice | None:
-        """Returns the slice of a tensor by its name in a model or a checkpoint; None: every shard has all of it."""
+        """Returns the slice of the tensor of this name in the model or checkpoint; None: every shard has all of it."""
         path, _, tensor = name.rpartition(".")
         split = self.split(path)
         return split.tensors.get(tensor) if split else None

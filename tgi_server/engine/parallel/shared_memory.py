@@ -1,6 +1,6 @@
-"""Memory that the processes of one machine share, for small all-reduces and all-gathers in microseconds.
+"""Memory that the shards of one machine share, for all-reduces and all-gathers of small tensors in microseconds.
 
-`kernels/cpu/runtime/ranks.h` says how it is used.
+`kernels/cpu/runtime/ranks.h` describes the protocol.
 """
 
 import logging
@@ -18,19 +18,18 @@ from tgi_server.engine.kernels import load_kernels
 logger = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")  # noqa: S108
-# Of a tensor that a shard puts down; larger ones are sent in parts.
+# Size of a buffer in which a shard offers a tensor to the others; larger tensors are sent in parts.
 PLACE_BYTES = 4 << 20
-# Of each shard: two places, and a counter on a cache line of its own.
+# Shared memory of each shard: two buffers, and a counter on a cache line of its own.
 SHARD_BYTES = 2 * PLACE_BYTES + 64
 
 
 def share_memory(rank: int, world_size: int, exchange: Callable[[str], list[str]], timeout: float) -> Any:
-    """Returns a `torch.classes.oatmill.Ranks` over memory that all shards share.
+    """Returns a `torch.classes.oatmill.Ranks` over memory that all shards share. All shards call this together.
 
-    Returns None, after a line in the log, on machines that cannot share any, or have no kernels.
+    Logs a line and returns None if a shard has no kernels or cannot map the memory, for example on another machine.
 
-    exchange: returns every shard's message; all shards call this function together. timeout: seconds that a shard waits
-    for the others in a call.
+    exchange: `ShardGroup.exchange`. timeout: seconds that a shard waits for the others in a collective.
     """
     own = _create(world_size * SHARD_BYTES) if rank == 0 and load_kernels() else None
     path = Path(exchange(str(own or ""))[0])
@@ -47,7 +46,10 @@ def share_memory(rank: int, world_size: int, exchange: Callable[[str], list[str]
 
 
 def _create(size: int) -> Path | None:
-    """Creates an empty file that has all its memory already: memory missing later would kill the process."""
+    """Creates a file of zeros and allocates all its memory now: running out of it later would kill the process.
+
+    size: bytes. Returns None if the memory cannot be allocated.
+    """
     try:
         file, name = tempfile.mkstemp(prefix="oatmill-", dir=FOLDER)
     except OSError:

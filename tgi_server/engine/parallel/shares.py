@@ -8,10 +8,10 @@ from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A model's attention heads. Query head i attends to KV head i // (queries / keys).
+    """The numbers of query and KV heads of a model. Query head i attends to KV head i // (queries / keys).
 
-    The heads of a recurrent layer are described in the same way: value heads that share key heads, or the heads of
-    Mamba-2 that share the B and C of a group. names: what both kinds are called in errors.
+    Recurrent layers are described in the same way: value heads (queries) share key heads, and Mamba-2's heads (queries)
+    share the B and C of a group (keys). names: what errors call `queries` and `keys`.
     """
 
     queries: int
@@ -21,10 +21,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of shard `rank` of `world_size`.
+    """The attention heads that shard `rank` of `world_size` computes.
 
-    heads: all of the model's. queries, keys: the query and KV heads that this shard computes. Where there are more
-    shards than KV heads, several shards have the same one.
+    heads: all heads of the model. queries, keys: indices of this shard's query and KV heads. With more shards than KV
+    heads, several shards have the same KV head.
     """
 
     rank: int
@@ -35,16 +35,19 @@ class Share:
 
     @property
     def copies(self) -> int:
-        """The number of shards that have the same KV heads as this one, itself included."""
+        """Number of shards that have the same KV heads as this one, itself included."""
         return max(1, self.world_size // self.heads.keys)
 
 
-# Returns the indices of an axis of a given size that a shard has, in their order.
+# Returns a shard's indices of an axis of a given size, in order.
 Layout = Callable[[Share, int], list[range]]
 
 
 def share_of(rank: int, world_size: int, heads: Heads) -> Share:
-    """Splits heads as evenly as whole heads allow. Raises UnsupportedModel when a shard would have none."""
+    """Returns the heads of shard `rank`; heads are split as evenly as possible.
+
+    Raises UnsupportedModel if there are more shards than KV heads and the KV heads cannot be copied to shards evenly.
+    """
     group = heads.queries // heads.keys
     if world_size <= heads.keys:
         keys = _part(heads.keys, rank, world_size)
@@ -61,28 +64,29 @@ def share_of(rank: int, world_size: int, heads: Heads) -> Share:
 
 
 def parts(share: Share, size: int) -> list[range]:
-    """An equal part of the axis, as far as its size allows."""
+    """Returns a contiguous part of the axis; the shards' parts are as equal as its size allows."""
     return [_part(size, share.rank, share.world_size)]
 
 
 def halves(share: Share, size: int) -> list[range]:
-    """Returns equal shares of both halves of a gate and an up projection that are concatenated."""
+    """Returns the same part of both halves of an axis: of concatenated gate and up projections."""
     part = _part(size // 2, share.rank, share.world_size)
     return [part, _shifted(part, size // 2)]
 
 
 def pairs(share: Share, size: int) -> list[range]:
-    """Returns an equal share of pairs of neighbours: of a gate and an up projection, interleaved."""
+    """Returns a part of the axis that splits no pair of neighbours: of interleaved gate and up projections."""
     part = _part(size // 2, share.rank, share.world_size)
     return [_scaled(part, 2)]
 
 
 def query_heads(share: Share, size: int) -> list[range]:
-    """The query heads, each the same number of indices; whatever belongs to a head may be interleaved there."""
+    """Returns the indices of this shard's query heads. The axis has size / queries consecutive indices per head."""
     return [_scaled(share.queries, size // share.heads.queries)]
 
 
 def key_heads(share: Share, size: int) -> list[range]:
+    """Returns the indices of this shard's KV heads. The axis has size / keys consecutive indices per head."""
     return [_scaled(share.keys, size // share.heads.keys)]
 
 
@@ -92,9 +96,9 @@ def of_heads(heads: Heads, layout: Layout) -> Layout:
 
 
 def sections(*sections: tuple[int, Layout]) -> Layout:
-    """Returns a layout for concatenated tensors. sections: the size and the layout of each.
+    """Returns a layout for concatenated tensors. sections: the size and the layout of each tensor.
 
-    It raises InvalidWeights for an axis of another size.
+    The layout raises InvalidWeights for an axis whose size is not the sum of the sizes.
     """
     whole = sum(size for size, _ in sections)
 
@@ -113,7 +117,10 @@ def sections(*sections: tuple[int, Layout]) -> Layout:
 
 
 def grouped_values(key_size: int, *value_sizes: int) -> Layout:
-    """Returns a layout of groups, one for each KV head: `key_size` indices, then the value sizes of each query head."""
+    """Returns a layout of groups, one for each KV head.
+
+    A group has `key_size` indices for the key, then, for each value size, that many indices for each query head.
+    """
 
     def layout(share: Share, _: int) -> list[range]:
         group = share.heads.queries // share.heads.keys
@@ -132,14 +139,14 @@ def grouped_values(key_size: int, *value_sizes: int) -> Layout:
 
 
 def queries_keys_values(share: Share, size: int) -> list[range]:
-    """All query heads, then all keys, then all values."""
+    """Returns this shard's part of an axis of all query heads, then all keys, then all values."""
     queries, keys = share.heads.queries, share.heads.keys
     places = [share.queries, _shifted(share.keys, queries), _shifted(share.keys, queries + keys)]
     return [_scaled(place, size // (queries + 2 * keys)) for place in places]
 
 
 def grouped_queries_keys_values(share: Share, size: int) -> list[range]:
-    """Each KV head's query heads, its key, and its value."""
+    """Returns this shard's part of an axis that holds, for each KV head, its query heads, its key, and its value."""
     group = share.heads.queries // share.heads.keys
     unit = size // (share.heads.queries + 2 * share.heads.keys)
     places = []
@@ -152,7 +159,7 @@ def grouped_queries_keys_values(share: Share, size: int) -> list[range]:
 
 
 def vocabulary(share: Share, size: int) -> list[range]:
-    """An equal number of tokens for every shard; the last shard's may go past the end."""
+    """Returns an equal number of token ids for every shard. The last shards' ranges may extend past the end."""
     count = -(-size // share.world_size)
     return [range(share.rank * count, (share.rank + 1) * count)]
 

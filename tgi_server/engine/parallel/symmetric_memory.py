@@ -1,7 +1,7 @@
-"""All-reduce of small tensors among the GPUs of a machine, by memory that all of them read: symmetric memory of torch.
+"""All-reduce of small tensors through torch's symmetric memory, which all GPUs of a machine can read.
 
-Messages of NCCL take longer than the few KB of a decode step are worth. This is used for tensors up to a size, once it
-has been found to compute what NCCL does, unless `--cuda-all-reduce nccl` is given.
+For the few KB of a decode step NCCL's latency dominates. Tensors of up to MOST_BYTES use symmetric memory, if a test at
+start-up finds that it computes what NCCL computes, unless `--cuda-all-reduce nccl` is given.
 """
 
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from tgi_server.engine import proofs
 
-# Up to this many bytes every GPU reads all of every other's tensor; beyond that each sums up a part, which the others
-# read. From the largest size on NCCL is as fast.
+# Up to this many bytes every GPU reads all of every other GPU's tensor (one-shot). Above it, each GPU sums a part, and
+# the others read the sums (two-shot). Above MOST_BYTES, NCCL is as fast.
 ONE_SHOT_BYTES = 256 << 10
 MOST_BYTES = 4 << 20
-# What the operators compute in, and the alignment that they need.
+# The dtypes that the operators support, and their alignment in bytes.
 _DTYPES = (torch.float32, torch.bfloat16)
 _UNIT = 16
 
 
 class SymmetricMemory:
-    """A buffer on each GPU, at which every shard puts its tensor before all are summed."""
+    """A buffer on each GPU into which its shard copies a tensor, so that the others can read and sum it."""
 
     def __init__(self, device: torch.device) -> None:
-        """All shards do this together. Raises RuntimeError where GPUs cannot read each other's memory."""
+        """All shards create it together. Raises RuntimeError if GPUs cannot read each other's memory."""
         import torch.distributed._symmetric_memory as symmetric
 
         self._group: str = dist.distributed_c10d._get_default_group().group_name
@@ -33,10 +33,11 @@ class SymmetricMemory:
         symmetric.rendezvous(self._buffer, self._group)
 
     def takes(self, tensor: Tensor) -> bool:
+        """Returns True if the tensor's dtype, size and alignment are supported."""
         return tensor.dtype in _DTYPES and 0 < tensor.nbytes <= MOST_BYTES and tensor.nbytes % _UNIT == 0
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sums every shard's tensor, contiguous, into `tensor`."""
+        """Sums every shard's tensor, in place. tensor: contiguous, of one shape in all shards."""
         flat, own = tensor.view(-1), self._buffer[: tensor.nbytes].view(tensor.dtype)
         if tensor.nbytes <= ONE_SHOT_BYTES:  # one kernel copies and sums
             torch.ops.symm_mem.one_shot_all_reduce_copy_out(own, flat, "sum", self._group, flat)
@@ -47,7 +48,7 @@ class SymmetricMemory:
 
 
 def access_fault(device: torch.device) -> str | None:
-    """Returns why GPUs cannot sum through memory that all of them read: some cannot read others'. None if they can."""
+    """Returns which GPU this GPU cannot read the memory of, as a message; None if it can read all of them."""
     if device.type != "cuda":
         return None
     for other in range(torch.cuda.device_count()):
@@ -57,10 +58,7 @@ def access_fault(device: torch.device) -> str | None:
 
 
 def fault_of(memory: SymmetricMemory, rank: int, device: torch.device) -> str | None:
-    """Sums tensors of several sizes, and again by NCCL. Returns why the memory must not be used; None if it is right.
-
-    All shards do this together.
-    """
+    """Compares sums through symmetric memory with NCCL's. Returns the fault, or None. All shards call it together."""
     generator = torch.Generator(device).manual_seed(rank)
 
     def cases() -> Iterator[proofs.Case]:

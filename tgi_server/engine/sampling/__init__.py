@@ -1,4 +1,4 @@
-"""Choosing the next token: processors, warpers, seeded draws, watermark and what is reported of them.
+"""Sampling of the next token: logits processors, warpers, seeded draws, watermark and log-probabilities.
 
 Start reading at `sampler.py`.
 """

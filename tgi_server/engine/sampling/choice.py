@@ -1,4 +1,4 @@
-"""The choice of a sampler for a device, and a rehearsal with requests that use every option."""
+"""Chooses the sampler for a device, and rehearses it with requests that use every option."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ MOST_DEMANDING = SamplingParameters(
 
 
 class SamplerChoice:
-    """Creates the samplers of one model: on CPU kernels, in torch, or with the kernel that a rehearsal proved."""
+    """Creates the samplers of one model: with CPU kernels, in torch, or with a GPU kernel that has passed a test."""
 
     def __init__(
         self,
@@ -42,14 +42,17 @@ class SamplerChoice:
         on_cpu: bool,
         custom_kernels: bool,
     ) -> None:
-        """on_cpu: the CPU kernels sample. group: the shards of the model, which choose alike."""
+        """on_cpu: True samples with CPU kernels. group: the shards of the model, which have to choose the same tokens.
+
+        custom_kernels: False keeps to torch's operations on GPUs.
+        """
         self._vocab_size = vocab_size
         self._device = device
         self._watermark = watermark
         self._group = group
         self._on_cpu = on_cpu
         self._custom_kernels = custom_kernels
-        self._row_kernel = False  # that samples: True once it is proved
+        self._row_kernel = False  # True once the sampling kernel has passed its test
 
     def create(self, rows: int) -> Sampler:
         if self._on_cpu:
@@ -57,10 +60,9 @@ class SamplerChoice:
         return self._in_torch(rows, row_kernel=self._row_kernel)
 
     def rehearse(self, logits: Tensor) -> str | None:
-        """Samples from logits, [rows, vocab_size], as requests that use every option.
+        """Samples from logits, [rows, vocab_size], with every option, as warm-up. Then tests the sampling kernel.
 
-        Then proves the kernel that samples, where there is one. Returns why it is not used; None where it is, or where
-        none is wanted.
+        Returns why the kernel is not used; None if it is, or if `custom_kernels` is False.
         """
         rows = range(len(logits))
         sampler = self._in_torch(len(logits), row_kernel=False)

@@ -1,4 +1,4 @@
-"""Sampling on CPUs, by one kernel call for all rows of a step."""
+"""Sampling on CPUs, with one kernel call for all rows of a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from tgi_server.engine.sampling.processors import TokenMask, WatermarkSettings
 from tgi_server.engine.sampling.random import as_int64
 from tgi_server.engine.sampling.sampler import Sampler, argmax
 
-# Members of SamplingParameters that the kernel takes as they are.
+# Members of SamplingParameters that are passed to the kernel unchanged.
 _SAME = (
     *("do_sample", "watermark", "top_k", "top_p", "typical_p", "min_p", "min_tokens"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "count_penalty"),
@@ -30,7 +30,7 @@ class CpuSampler(Sampler):
         self._kernel: Any = torch.classes.oatmill.Sampler(
             max_rows, vocab_size, watermark.gamma, watermark.delta, as_int64(watermark.key)
         )
-        # Of the rows that are not plain.
+        # By row, for rows that are not plain.
         self._reports: dict[int, ReportParameters] = {}
         self._top_logits: dict[int, int | None] = {}
 
@@ -100,7 +100,7 @@ class CpuSampler(Sampler):
         reported: Sequence[int],
         counts: dict[int, int],
     ) -> Sampled:
-        """reported, counts: the places, among the rows, with their log-probability and their top tokens reported."""
+        """reported: positions in `rows` with a reported log-probability. counts: number of top tokens, by position."""
         bits, positions = (None, []) if mask is None else (mask.bits, list(mask.positions))
         ids, logprobs, top, top_logprobs = self._kernel.sample(logits, list(rows), bits, positions, list(reported))
         sampled = Sampled(ids)

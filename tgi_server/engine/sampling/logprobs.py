@@ -9,17 +9,17 @@ from torch import Tensor
 
 from tgi_server.engine.memory import HOST, to_device, use_device
 
-# Ties with the last of the n most likely tokens are reported too; this many at most.
+# Maximum number of tokens that are reported in addition to the n most likely, because they tie with the last of these.
 ROOM_FOR_TIES = 16
 _CHUNK_ELEMENTS = 2**25
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Tensor, most: int = 0) -> tuple[Tensor, list[list[tuple[int, float]]]]:
-    """Returns the log-probability of each prompt token after those before it, and the `most` likeliest in its place.
+    """Returns the log-probability of each prompt token given those before it, and the `most` likeliest alternatives.
 
-    logits: `[tokens, vocab]` in any float type; next_ids: int64 `[tokens]`, what follows each position. The first
-    result is float32 `[tokens]`, the second ids and log-probabilities, best first; empty where `most` is 0. Works in
-    pieces, so that a long prompt does not take a float32 copy of all its logits.
+    logits: `[tokens, vocab]` in any float type. next_ids: int64 `[tokens]`, the token after each position. The first
+    result is float32 `[tokens]`, the second a list of (id, log-probability) per token, best first; empty if `most` is
+    0. Works in pieces, so that a long prompt needs no float32 copy of all its logits.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     pieces: list[Tensor] = []
@@ -40,18 +40,18 @@ def chosen_logprobs(logprobs: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def top_logprobs(logprobs: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns the ids and log-probabilities of the `most` likeliest tokens and some more, best first: `[rows, width]`.
+    """Returns ids and log-probabilities of the `most` likeliest tokens and some more, best first: `[rows, width]`.
 
-    The number of ties with a row's n-th is not known before they are on the host; see `keep_top`.
+    The additional tokens are for ties with a row's n-th, which are counted on the host only; see `keep_top`.
     """
     top = logprobs.topk(min(most + ROOM_FOR_TIES, logprobs.shape[1]))
     return top.indices, top.values
 
 
 def keep_top(ids: list[int], logprobs: list[float], n: int) -> list[tuple[int, float]]:
-    """Returns the first n of one row of `top_logprobs` with those equal to the n-th, as TGI reports them.
+    """Returns the first n of one row of `top_logprobs`, and further ones that are equal to the n-th, as TGI does.
 
-    Tokens that cannot be chosen are left out.
+    Tokens with a log-probability of minus infinity are left out.
     """
     last = logprobs[min(n, len(logprobs)) - 1]
     kept = [
@@ -64,7 +64,7 @@ def keep_top(ids: list[int], logprobs: list[float], n: int) -> list[tuple[int, f
 
 @dataclass(frozen=True, slots=True)
 class ChosenReport:
-    """Log-probabilities, float32 `[k]`, of the tokens chosen at `positions`, which are rows of the logits."""
+    """Log-probabilities, float32 `[k]`, of the chosen tokens. positions: their rows of the logits."""
 
     positions: Sequence[int]
     logprobs: Tensor
@@ -72,7 +72,7 @@ class ChosenReport:
 
 @dataclass(frozen=True, slots=True)
 class TopReport:
-    """The likeliest tokens, `[k, width]`. The row at positions[i] reports the best counts[i]."""
+    """The likeliest tokens, `[k, width]`. positions: their rows of the logits. counts: how many to report of each."""
 
     positions: Sequence[int]
     counts: Sequence[int]
@@ -82,7 +82,7 @@ class TopReport:
 
 @dataclass(frozen=True, slots=True)
 class ScoredReport:
-    """Log-probabilities, float32 `[k]`, of the tokens `ids` in the place of one row."""
+    """Log-probabilities, float32 `[k]`, of the tokens `ids` as the next token of one row of the logits (`position`)."""
 
     position: int
     ids: Sequence[int]
@@ -90,16 +90,19 @@ class ScoredReport:
 
 
 def scored_logprobs(logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Returns the log-probabilities of some tokens, float32 `[k]`, from a row of logits, `[vocab]`.
+    """Returns the log-probabilities of the tokens `ids`, float32 `[k]`. logits: one row, `[vocab]`.
 
-    Rows are computed one by one: the bits of one do not depend on the others.
+    Rows are computed one by one, so that the bits of a row do not depend on the others.
     """
     return torch.log_softmax(logits, -1, dtype=torch.float32)[to_device(ids, torch.int64, logits.device)]
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The tokens of a step, int64 `[n]` on the device. They may be replaced before they are accepted or copied."""
+    """The sampled tokens of a step, int64 `[n]` on the device, and the reports that requests asked for.
+
+    The caller may replace `token_ids` before they are accepted or copied.
+    """
 
     token_ids: Tensor
     chosen: list[ChosenReport] = field(default_factory=list)
@@ -113,13 +116,13 @@ class Sampled:
         parts.extend(report.logprobs for report in self.scored)
         packed = self.token_ids
         if parts:
-            # float64 holds token ids and float32 numbers alike without loss.
+            # float64 represents both token ids and float32 numbers exactly.
             packed = torch.cat([part.to(torch.float64) for part in (packed, *parts)])
         if packed.device == HOST:
             return PendingTokens(self, packed, packed.device, None)
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         host.copy_(packed, non_blocking=True)
-        done = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps, and keeps no core busy
+        done = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps instead of spinning
         done.record()
         return PendingTokens(self, host, packed.device, done)
 
@@ -128,7 +131,8 @@ class Sampled:
 class Tokens:
     """The tokens of a step on the host, one id for each row of the logits.
 
-    logprobs, top_tokens (id, logprob): by row, where requested.
+    logprobs: log-probabilities of the chosen tokens, by row. top_tokens: lists of (id, log-probability), by row. Both
+    have only the rows that asked for them.
     """
 
     ids: list[int]
@@ -137,23 +141,23 @@ class Tokens:
 
 
 class PendingTokens:
-    """A copy under way."""
+    """The tokens of a step while they are copied to the host."""
 
     def __init__(self, sampled: Sampled, host: Tensor, device: torch.device, done: torch.cuda.Event | None) -> None:
-        """host: what is copied, from `device`. done: happens at the end of the copy; None: it has ended."""
+        """host: the target of the copy from `device`. done: event at the end of the copy; None: it has ended."""
         self._sampled = sampled
         self._host = host
         self._device = device
         self._done = done
 
     def synchronize(self) -> None:
-        """Waits for the copy, not for what the device was given to do after it. May be called in any thread."""
+        """Waits for the copy, but not for later work of the device. Thread-safe."""
         if self._done is not None:
             use_device(self._device)
             self._done.synchronize()
 
     def wait(self) -> Tokens:
-        """Waits as `synchronize` does."""
+        """Waits for the copy, and returns the tokens."""
         self.synchronize()
         values = iter(self._host.tolist())
         tokens = Tokens([int(value) for value in islice(values, self._sampled.token_ids.shape[0])], {}, {})

@@ -1,4 +1,4 @@
-"""Masks of the tokens that grammars allow next."""
+"""Computes masks of the tokens that grammars allow next."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,38 +23,38 @@ _MAX_THREADS = 8
 
 
 class PendingMask:
-    """Masks that are computed, perhaps by a thread."""
+    """Masks that may still be being computed by a thread."""
 
     def __init__(self, bits: Tensor, positions: Sequence[int], work: Future[None] | None, device: torch.device) -> None:
-        """bits, positions: as in TokenMask. work: what has to end first; None: nothing."""
+        """bits, positions: as in TokenMask. work: the computation of `bits`; None: it has ended."""
         self._bits = bits
         self._positions = positions
         self._work = work
         self._device = device
 
     def wait(self) -> TokenMask:
-        """Returns the masks on the device."""
+        """Waits for the masks. Returns them on the device."""
         if self._work is not None:
             self._work.result()
         return TokenMask(self._bits.to(self._device, non_blocking=True), self._positions)
 
 
 class MaskBuilder:
-    """Computes masks in threads that need no GIL: beside the model where there are cores that it leaves alone.
+    """Computes masks in threads without the GIL: concurrently with the model, if it leaves some cores free.
 
-    Where the model computes on all cores, its threads would wait for those that were held up by masks. There, all cores
-    compute masks first.
+    If the model computes on all cores, its threads would have to wait for those that masks delay. So all cores then
+    compute the masks first.
     """
 
     def __init__(self, device: torch.device, spare_cores: int) -> None:
-        """spare_cores: those that the model leaves alone."""
+        """spare_cores: number of cores that the model does not use."""
         self._device = device
         cores = spare_cores if spare_cores > 0 else usable_cores()
         self._executor = LLExecutor(num_threads=min(_MAX_THREADS, cores))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare_cores > 0 else None
 
     def start(self, constraints: Sequence[AnyConstraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
-        """Starts one mask for each constraint, for the row of logits at its position. vocab_size: tokens of a mask."""
+        """Starts to compute a mask per constraint. positions: their rows of the logits. vocab_size: bits of a mask."""
         words = -(-vocab_size // _BITS)
         bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device != HOST)
         if self._thread is not None:
@@ -68,7 +68,7 @@ class MaskBuilder:
         open_rows = []
         for row, constraint in enumerate(constraints):
             if constraint.error is not None:
-                words[row] = -1  # what is chosen does not matter: the sequence fails
+                words[row] = -1  # allows all tokens: the sequence fails anyway
             elif (token := constraint.jump_forward) is not None:
                 words[row] = 0
                 words[row, token // _BITS] = _bit(token)
@@ -82,7 +82,7 @@ class MaskBuilder:
 
     @staticmethod
     def _settle(rows: list[int], constraints: list[AnyConstraint], bits: MaskWords) -> None:
-        """Notes where nothing may follow, and forbids the end of a text that may and shall go on."""
+        """Sets the error of constraints that allow no token. Applies `ignore_eos` to those that allow others."""
         somewhere: NDArray[np.bool_] = bits.any(1)  # type: ignore[assignment]
         going_on = []
         for row, constraint in zip(rows, constraints, strict=True):
@@ -101,6 +101,6 @@ class MaskBuilder:
 
 
 def _bit(token: int) -> int:
-    """Returns the token's bit of its word, which is signed."""
+    """Returns the token's bit in its word, a signed int32."""
     bit: int = 1 << token % _BITS
     return bit - 2**_BITS if bit >= 2 ** (_BITS - 1) else bit

@@ -1,7 +1,7 @@
-"""Sampling metadata: the rows that each rule of sampling concerns, ready on the device.
+"""Sampling metadata: for each rule of sampling, the rows to which it applies, as tensors on the device.
 
-They hold as long as the same rows are sampled, which is for most steps of a batch, and keep the steps themselves free
-of loops over rows and of copies from the host.
+They are built again only when the set of rows changes, so that most steps have no loops over rows and no copies from
+the host.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,20 +15,20 @@ from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.memory import HOST, to_device
 from tgi_server.engine.sampling.random import as_int64
 
-# Bounds the memory of the steps in between, which are of 8 bytes per element.
+# Scores that are processed at once: limits intermediate tensors, which take 8 bytes per element.
 _ELEMENTS_AT_ONCE = 2**24
-# So few that they stay in a core's cache: three times as fast as all rows at once.
+# The same for each thread of a CPU: they stay in a core's cache, which is three times as fast as all rows at once.
 _CPU_ELEMENTS_AT_ONCE = 2**17
-
-# A lower one would make scores infinite; this one is greedy already.
+# A lower temperature could make scores infinite; this one is as good as greedy.
 _LOWEST_TEMPERATURE = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's request.
+    """The request of a row.
 
-    sequence_slot: of the counts of prompt and generated tokens; generated_slot: of those of generated tokens.
+    sequence_slot: its slot in the counts of prompt and generated tokens; generated_slot: its slot in the counts of
+    generated tokens. None: they are not counted.
     """
 
     parameters: SamplingParameters
@@ -39,19 +39,19 @@ class Row:
 
 
 def is_plain(parameters: SamplingParameters, report: ReportParameters) -> bool:
-    """Returns True if a request wants the token with the highest logit and nothing else."""
+    """Returns True if a request needs only the argmax of the logits, without any report."""
     return is_greedy(parameters) and not (report.logprobs or report.top_n_tokens or report.scored_token_ids)
 
 
 def is_greedy(parameters: SamplingParameters) -> bool:
-    """Returns True if the token with the highest logit is taken, as the model gives it."""
+    """Returns True if a request always takes the argmax of the model's logits."""
     return not (parameters.do_sample or changes_logits(parameters))
 
 
 def top_logits(parameters: SamplingParameters, report: ReportParameters) -> int | None:
-    """Returns how many of the largest logits decide a request's tokens and what is reported of them.
+    """Returns how many of the largest logits determine a request's tokens and reports; None: all logits.
 
-    Those that are equal to the last of them count, too. None: all logits do. Probabilities are reported after `top_k`.
+    Logits equal to the last of them are needed as well. Reported probabilities are those after `top_k`.
     """
     if is_plain(parameters, report):
         return 1
@@ -60,13 +60,13 @@ def top_logits(parameters: SamplingParameters, report: ReportParameters) -> int 
 
 
 def most_logits(counts: Iterable[int | None]) -> int | None:
-    """Returns the largest of some results of `top_logits`; without any, 1."""
+    """Returns the largest of several results of `top_logits`; 1 if there are none."""
     known = list(counts)
     return None if None in known else max(cast(list[int], known), default=1)
 
 
 def changes_logits(parameters: SamplingParameters) -> bool:
-    """Returns True if a rule may change the order of the model's logits."""
+    """Returns True if a logits processor may change the order of the model's logits."""
     return bool(
         parameters.watermark
         or parameters.logit_bias
@@ -86,7 +86,7 @@ def counts_generated(parameters: SamplingParameters) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """Some rows of a tensor. index: int64 `[k]` on the device; None: all rows."""
+    """A selection of a tensor's rows. index: int64 `[k]` on the device; None: all rows."""
 
     index: Tensor | None
 
@@ -94,13 +94,13 @@ class RowIndex:
         return rows if self.index is None else rows.index_select(0, self.index)
 
     def put(self, rows: Tensor, part: Tensor) -> Tensor:
-        """Returns `rows` with `part` in the rows of this index; overwrites `rows`."""
+        """Writes `part` to the selected rows of `rows`, perhaps in place. Returns the result."""
         return part if self.index is None else rows.index_copy_(0, self.index, part)
 
 
 @dataclass(frozen=True, slots=True)
 class RowParameter:
-    """The rows of the scores that a rule concerns, its parameter for each `[k, 1]`, and the highest of these."""
+    """The rows of the scores to which a rule applies. values: its parameter of each, `[k, 1]`. largest: maximum."""
 
     row_index: RowIndex
     values: Tensor
@@ -112,7 +112,7 @@ class RowParameter:
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """A rule about counted tokens. slots: of the rows in the pool of counts, int64 `[k]`."""
+    """A penalty for counted tokens. slots: slots of its rows in the pool of counts, int64 `[k]`."""
 
     rule: RowParameter
     slots: Tensor
@@ -124,7 +124,7 @@ class Penalty:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """places: of the biased tokens in the flattened scores, int64; values: float32, one for each."""
+    """Logit biases. places: indices of the biased tokens in the flattened scores, int64. values: float32, one each."""
 
     places: Tensor
     values: Tensor
@@ -132,10 +132,10 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class MinTokensBan:
-    """Tokens that may come only after others.
+    """Tokens that are banned until a row has generated a minimum number of tokens.
 
-    places: in the flattened scores, int64 `[k]`. rows: of the scores, and least: how many tokens must have been
-    generated in that row before, both int64, one for each place.
+    places: their indices in the flattened scores. rows: their rows of the scores. least: the minimum number. All int64
+    `[k]`.
     """
 
     places: Tensor
@@ -145,7 +145,7 @@ class MinTokensBan:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The rows whose tokens are counted, and their slots in the pool, int64 `[k]`."""
+    """The rows whose tokens are counted. slots: their slots in the pool of counts, int64 `[k]`."""
 
     row_index: RowIndex
     slots: Tensor
@@ -153,7 +153,10 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """The settings of rows for `row_kernel.choose`: float64 `[k, 3]`, and int64 `[k]`."""
+    """Parameters of rows for `row_kernel.choose`.
+
+    numbers: temperature, top_p and min_p, float64 `[k, 3]`. top_k: int64 `[k]`.
+    """
 
     numbers: Tensor
     top_k: Tensor
@@ -161,9 +164,9 @@ class RowSettings:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """The warpers and seeds of the rows that sample. The rules' subsets are of these rows; seeds: int64 `[k]`.
+    """The warpers and seeds of the rows that sample, `row_index`. The warpers' row indices refer to these rows.
 
-    fused: the same for a kernel that does all of it at once; None: there is none, or not for these rows.
+    seeds: int64 `[k]`. fused: the same parameters for the fused kernel; None: it is not used for these rows.
     """
 
     row_index: RowIndex
@@ -178,7 +181,7 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The rows that something is reported of; positions: those rows among the logits; counts: how much of each."""
+    """The rows with a report. positions: their rows of the logits. counts: number of reported tokens of each."""
 
     row_index: RowIndex
     positions: tuple[int, ...]
@@ -187,10 +190,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """The rules for those rows of the logits that need more than an argmax, or for some of them.
+    """The rules for rows of the logits that need more than an argmax.
 
-    processed: those rows of the logits; they become the scores, and all other subsets are of these. state_rows: their
-    rows in the sampler's state, int64. prompt_lengths: tokens, int64. None: a rule concerns no row.
+    processed: the rows of the logits that become the scores; all other row indices refer to the scores. state_rows:
+    their rows in the sampler's state, int64. prompt_lengths: in tokens, int64. A rule is None if it applies to no row.
     """
 
     processed: RowIndex
@@ -211,10 +214,10 @@ class SamplingMetadata:
 
 
 class MetadataBuilder:
-    """Loops over rows once, on the host, and puts what the steps need on the device."""
+    """Builds sampling metadata: loops over rows on the host once, and copies the results to the device."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, row_kernel: bool = False) -> None:
-        """row_kernel: rows that sample have a kernel of their own."""
+        """row_kernel: True if the fused kernel is used for rows that sample."""
         self._vocab_size = vocab_size
         self._device = device
         self._row_kernel = row_kernel
@@ -222,14 +225,14 @@ class MetadataBuilder:
         self._rows_at_once = max(1, elements // vocab_size)
 
     def build(self, rows: Sequence[int], state: Mapping[int, Row]) -> tuple[SamplingMetadata, ...]:
-        """Returns the metadata of `rows`, in groups as large as memory allows; nothing when an argmax will do.
+        """Returns the metadata of `rows`, split into groups by memory; empty if argmax is enough for all rows.
 
         state: the rows that need more than an argmax.
         """
         positions = [i for i, row in enumerate(rows) if row in state]
         size = self._rows_at_once
         groups = [positions]
-        if self._row_kernel:  # which computes a row or not whatever the other rows ask for
+        if self._row_kernel:  # it does not know typical_p; whether it computes a row must not depend on other rows
             typical = {i for i in positions if state[rows[i]].parameters.typical_p != 1.0}
             groups = [[i for i in positions if i not in typical], sorted(typical)]
         pieces = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
@@ -342,5 +345,5 @@ class MetadataBuilder:
 
 
 def temperature_of(parameters: SamplingParameters) -> float:
-    """Returns the temperature that scores are divided by, which is never 0."""
+    """Returns the temperature by which scores are divided, which is never 0."""
     return max(parameters.temperature, _LOWEST_TEMPERATURE)

@@ -1,14 +1,14 @@
 """The logits processors: a grammar's mask, the watermark, and penalties for tokens that have occurred already.
 
-They concern greedy requests too, and come before the warpers. Scores are float32 `[rows, vocab]`; a penalty takes
-counts int32 of the same shape and one value per row `[rows, 1]`.
+They apply to greedy requests, too, and come before the warpers. Scores are float32 `[rows, vocab]`; a penalty gets
+counts, int32 of the same shape, and one value per row, `[rows, 1]`.
 
 Watermark: Kirchenbauer et al., "A Watermark for Large Language Models", 2023. Each token divides the vocabulary into a
-green and a red part, and the scores of green tokens are raised before the next token is chosen. Text that was generated
-so has more green tokens than chance allows; finding out takes neither the model nor the prompt. The paper shuffles the
-vocabulary with a generator seeded by the token before. Here a token is green when a hash of the key, the token before
-and itself falls in the lower `gamma` of its range: all rows at once and without state. A green list is then `gamma` of
-the vocabulary on average, not to the token.
+green and a red part, and the scores of green tokens are raised before the next token is chosen. Text generated in this
+way has more green tokens than chance explains; detecting it needs neither the model nor the prompt. The paper shuffles
+the vocabulary with a generator seeded by the previous token. Here a token is green if a hash of the key, the previous
+token and itself is in the lower `gamma` of its range, which needs no state and works on all rows at once. So `gamma` is
+the green share of the vocabulary on average, not exactly.
 """
 
 import math
@@ -28,8 +28,8 @@ from tgi_server.engine.sampling.random import as_int64, mix64
 class TokenMask:
     """The tokens that grammars allow.
 
-    bits: int32 `[masked, words]` on the device, token i allowed by bit i % 32 of word i // 32. Tokens past the last
-    word are forbidden. positions: the row of the logits that each of the masks belongs to.
+    bits: int32 `[masks, words]` on the device; bit i % 32 of word i // 32 allows token i. Tokens past the last word are
+    forbidden. positions: the row of the logits of each mask.
     """
 
     bits: Tensor
@@ -57,14 +57,18 @@ def _forbid(scores: Tensor, bits: Tensor) -> Tensor:
 
 @cache
 def _limits(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns the most that the eight tokens of each byte of bits may score: `[256, 8]`."""
+    """Returns the maximum scores of the eight tokens of each byte value, infinity or minus infinity: `[256, 8]`."""
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
     return torch.where(bits & 1 == 1, torch.inf, -torch.inf).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class WatermarkSettings:
-    """gamma: share of the vocabulary that is green. delta: added to its scores. key: needed to detect the watermark."""
+    """Settings of the watermark.
+
+    gamma: share of the vocabulary that is green. delta: what is added to the scores of green tokens. key: secret that
+    is needed to detect the watermark.
+    """
 
     gamma: float = 0.5
     delta: float = 2.0
@@ -79,7 +83,8 @@ class WatermarkSettings:
 class WatermarkScore:
     """The evidence for a watermark.
 
-    z: standard deviations above chance. p: the probability that chance alone gives at least as many green tokens.
+    z: standard deviations above chance. p: probability of at least as many green tokens by chance. green: number of
+    green tokens among `total`.
     """
 
     z: float
@@ -89,14 +94,14 @@ class WatermarkScore:
 
 
 def is_green(previous: Tensor, token_ids: Tensor, settings: WatermarkSettings) -> Tensor:
-    """Returns True for `token_ids` that are green after `previous`: int64 tensors that broadcast together."""
+    """Returns a bool tensor: True for `token_ids` that are green after `previous`, both int64, broadcast together."""
     context = mix64(previous + as_int64(settings.key << 32))
     fraction = mix64(context ^ token_ids) & 0xFFFFFFFF
     return fraction < int(settings.gamma * 2**32)
 
 
 def raise_green(scores: Tensor, previous: Tensor, settings: WatermarkSettings) -> Tensor:
-    """Adds delta to the green tokens' scores: float32 `[rows, vocab]`, after the tokens `previous` int64 `[rows]`."""
+    """Adds delta to the scores of green tokens, in place. scores: float32 `[rows, vocab]`. previous: int64 `[rows]`."""
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
     return scores.add_(is_green(previous.unsqueeze(1), vocabulary, settings) * settings.delta)
 
@@ -104,8 +109,8 @@ def raise_green(scores: Tensor, previous: Tensor, settings: WatermarkSettings) -
 def detect(token_ids: Sequence[int], settings: WatermarkSettings) -> WatermarkScore:
     """Tests `token_ids` for the watermark of `settings`.
 
-    Each pair of neighbours counts once however often it occurs, since a repeated pair is no new evidence. With the
-    last token of the prompt in front, the first generated token is counted too.
+    Each pair of neighbours counts once, since a repeated pair is not new evidence. To count the first generated token
+    as well, put the last token of the prompt in front.
     """
     pairs = sorted(set(pairwise(token_ids)))
     if not pairs:
@@ -118,42 +123,41 @@ def detect(token_ids: Sequence[int], settings: WatermarkSettings) -> WatermarkSc
 
 
 def repetition_penalty(scores: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
-    """Divides the positive scores of tokens that have occurred, and multiplies the negative ones.
+    """Divides positive scores of tokens that have occurred by the penalty, and multiplies negative ones by it.
 
-    Keskar et al., "CTRL", 2019; counts are of prompt and generated tokens, as in transformers.
+    Keskar et al., "CTRL", 2019. Prompt and generated tokens count, as in transformers.
     """
     penalised = torch.where(scores < 0, scores * penalties, scores / penalties)
     return torch.where(counts > 0, penalised, scores)
 
 
 def frequency_penalty(scores: Tensor, counts: Tensor, penalties: Tensor, lengths: Tensor) -> Tensor:
-    """Takes off the penalty times the token's share of the text so far.
+    """Subtracts the penalty times the token's share of the text so far, as TGI does.
 
-    The share, not the count, is what TGI multiplies with, over prompt and generated tokens. lengths: tokens of the
-    text so far `[rows, 1]`.
+    The share, not the count: occurrences divided by `lengths`, the number of prompt and generated tokens, `[rows, 1]`.
     """
     return scores.sub_(counts / lengths.clamp_min(1) * penalties)
 
 
 def presence_penalty(scores: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
-    """Takes off the penalty once from every token that has been generated, as OpenAI's API defines it."""
+    """Subtracts the penalty once from every token that has been generated, as OpenAI's API defines it."""
     return scores.sub_((counts > 0) * penalties)
 
 
 def count_penalty(scores: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
-    """Takes off the penalty once for each time that a token has been generated: OpenAI's `frequency_penalty`."""
+    """Subtracts the penalty as often as the token has been generated: OpenAI's `frequency_penalty`."""
     return scores.sub_(counts * penalties)
 
 
 class TokenCounts:
-    """A pool of count vectors. It is empty until the first row takes a slot, and doubles when all are taken."""
+    """A pool of token counts, one vector per slot. It is empty at first, and doubles when all slots are taken."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [slots, vocab]
         self._free: list[int] = []
 
     def take(self, token_ids: Sequence[int]) -> int:
-        """Takes a slot that counts `token_ids`. Ids beyond the vocabulary, which no model can choose, are left out."""
+        """Takes a slot, and counts `token_ids` in it. Ids beyond the vocabulary are ignored. Returns the slot."""
         slots, vocab_size = self.counts.shape
         if not self._free:
             grown = max(1, slots)
@@ -169,6 +173,6 @@ class TokenCounts:
         self._free.append(slot)
 
     def record(self, slots: Tensor, token_ids: Tensor, amounts: Tensor) -> None:
-        """Counts one more token in each of `slots`: all int64 `[rows]`; an amount of 0 counts nothing."""
+        """Adds `amounts` to the counts of `token_ids` in `slots`. All int64 `[rows]`."""
         places = slots * self.counts.shape[1] + token_ids
         self.counts.view(-1).scatter_add_(0, places, amounts.to(torch.int32))

@@ -1,28 +1,29 @@
-"""Random numbers and draws that are a function of a request's seed and of how many tokens it has generated.
+"""Random numbers and draws that depend only on a request's seed and on how many tokens it has generated.
 
-A generator with state gives a request numbers that depend on when it was called, so on the rest of the batch
-and on preemptions. Here the number for token `step` is a hash of (seed, step), which any batch on any device
-computes alike: SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014) read
-at position `step` of the sequence that begins at the hash of the seed.
+The numbers of a generator with state would depend on when it is called, and so on the rest of the batch and on
+preemptions. Here the number for token `step` is a hash of (seed, step), the same in any batch on any device: SplitMix64
+(Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014) at position `step` of the sequence that
+begins at the hash of the seed.
 
-Sums of floats depend on the order of addition, and that order depends on the device and on the number of rows in the
-batch. Sums of integers do not. So all decisions between tokens (how many fill `top_p`, which one is drawn) are taken on
-probabilities as integers, the tokens' weights. So that these are the same integers everywhere, their exponential is
-computed here in steps that every device rounds alike, and `kernels/cpu/sampling/` takes the same steps.
+Sums of floats depend on the order of addition, and so on the device and on the number of rows in the batch. Sums of
+integers do not. So all decisions between tokens (how many fill `top_p`, which one is drawn) use integers that are
+proportional to probabilities, the tokens' weights. To get the same integers everywhere, the exponential is computed
+here in steps that every device rounds in the same way; `kernels/cpu/sampling/` has the same steps.
 """
 
 import torch
 from torch import Tensor
 
-# The likeliest token weighs 2**40, so 2**22 tokens can be added up without overflow, and what rounds to zero (a
-# token 2**40 times less likely than the best) could not be told apart in float32 either.
+# The likeliest token weighs 2**40, so 2**22 weights can be summed without overflow. A token 2**40 times less likely
+# than the best weighs 0; float32 could not represent the difference either.
 SCALE = 2.0**40
-# The weight of a score so far below the highest one rounds to zero, as do those of all below it.
+# Scores this far below the highest one, or further, have the weight 0.
 _WEIGHTLESS = -28.0
 _LOG2_E = 1.44269504
-# 2^f for f from -0.5 to 0.5, with a relative error of 1e-7: a polynomial, highest power first, whose last term is 1.
+# Polynomial for 2^f, f from -0.5 to 0.5, with a relative error of 1e-7: highest power first, without the last term, 1.
 _COEFFICIENTS = (0.00132647273, 0.00967151299, 0.0555073358, 0.240222424, 0.693147004)
-# A float32 this large has no bits for fractions: what is added to it is rounded, and stands, plus 40, in its last bits.
+# Adding x to a float32 this large rounds x to an integer, since no bits are left for fractions. The last bits of the
+# sum are that integer plus 40.
 _ROUNDS = 1.5 * 2**23 + 40
 _BLOCK = 256
 
@@ -39,7 +40,7 @@ _SECOND_MULTIPLIER = as_int64(0x94D049BB133111EB)
 
 
 def mix64(bits: Tensor) -> Tensor:
-    """Returns SplitMix64's finaliser of int64 of any shape: a bijection; each bit of the result depends on all bits."""
+    """Returns SplitMix64's finalizer, a bijective hash, of int64 of any shape."""
     bits = (bits ^ _shift_right(bits, 30)) * _FIRST_MULTIPLIER
     bits = (bits ^ _shift_right(bits, 27)) * _SECOND_MULTIPLIER
     return bits ^ _shift_right(bits, 31)
@@ -57,14 +58,14 @@ def _shift_right(bits: Tensor, places: int) -> Tensor:
 
 
 def below_peak(scores: Tensor) -> Tensor:
-    """Returns `scores` less the highest of their row, float32 `[rows, tokens]`: 0 for the likeliest token."""
+    """Returns `scores` minus the maximum of their row, float32 `[rows, tokens]`: 0 for the likeliest token."""
     peak = scores.amax(-1, keepdim=True)
     # A row without any possible token stays a row of -inf instead of becoming NaN.
     return scores - peak.clamp_min(torch.finfo(scores.dtype).min)
 
 
 def scaled_exponential(x: Tensor) -> Tensor:
-    """Returns 2**40 e^x of float32 at most 0, with a relative error of 2e-6; for what is below -28, that of -28."""
+    """Returns 2**40 * e^x with a relative error of 2e-6. x: float32, at most 0; less than -28 counts as -28."""
     powers = x.clamp_min(_WEIGHTLESS).mul_(_LOG2_E)
     whole = powers + _ROUNDS
     fraction = powers.sub_(whole - _ROUNDS)
@@ -80,11 +81,11 @@ def token_weights(scores: Tensor) -> Tensor:
 
 
 def draw(scores: Tensor, numbers: Tensor) -> Tensor:
-    """Inverts the cumulative distribution of softmax(scores) at `numbers`.
+    """Draws a token for each row from softmax(scores), by inverting its cumulative distribution at `numbers`.
 
-    scores: float32 `[rows, tokens]`; numbers: float64 `[rows]` in [0, 1). Returns int64 `[rows]`: the first token,
-    in the vocabulary's order, at which the running sum of weights exceeds `number * sum`. The sums are taken block
-    by block, and only the block that holds the token is looked into.
+    scores: float32 `[rows, tokens]`; numbers: float64 `[rows]` in [0, 1). Returns int64 `[rows]`: the first token, in
+    the vocabulary's order, at which the running sum of weights exceeds `number * sum`. Sums are computed per block
+    first, and only the block that has the token is summed token by token.
     """
     weights = token_weights(scores)
     tokens = weights.shape[1]
@@ -94,7 +95,7 @@ def draw(scores: Tensor, numbers: Tensor) -> Tensor:
         blocks = torch.cat((blocks, weights[:, whole:].sum(1, keepdim=True)), dim=1)
     running = blocks.cumsum(1)
     total = running[:, -1]
-    # Below the sum however it is rounded: a number is at most 1 - 2**-53, the sum below 2**63.
+    # Less than the sum despite rounding: a number is at most 1 - 2**-53, and the sum is less than 2**63.
     aim = (numbers * total.to(torch.float64)).to(torch.int64).unsqueeze(1)
     block = (running <= aim).sum(1, keepdim=True).clamp_max_(blocks.shape[1] - 1)
     aim = aim - (running - blocks).gather(1, block)

@@ -19,8 +19,8 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Sampler(ABC):
     """The sampling state of a batch: one row for each sequence.
 
-    A step is `sample`, then `accept` with the tokens that were really taken. A row's tokens are a function of its
-    request and of its tokens so far alone, whatever the other rows are.
+    A step is `sample`, then `accept` with the tokens that are kept. A row's tokens depend only on its request and its
+    tokens so far, not on other rows.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -35,9 +35,9 @@ class Sampler(ABC):
         prompt_ids: Sequence[int],
         generated_ids: Sequence[int],
     ) -> None:
-        """Gives `row` to a request. generated_ids: what it had generated before a preemption.
+        """Gives `row` to a request. generated_ids: tokens that it generated before a preemption.
 
-        Raises ValueError when the request's bias or late tokens name one that the vocabulary does not have.
+        Raises ValueError if a token of the request's bias or late tokens is not in the vocabulary.
         """
 
     @abstractmethod
@@ -46,34 +46,34 @@ class Sampler(ABC):
 
     @abstractmethod
     def clear(self, row: int) -> None:
-        """Frees `row`; a row that is free already stays so."""
+        """Frees `row`, if it is in use."""
 
     @property
     @abstractmethod
     def top_logits(self) -> int | None:
-        """Returns how many of their largest logits the rows need at most, as the function of that name; None: all."""
+        """How many of its largest logits any row needs at most; None: all. See `metadata.top_logits`."""
 
     @abstractmethod
     def sample(
         self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None, argmax_ids: Tensor | None = None
     ) -> Sampled:
-        """Chooses a token for each of `logits` `[n, vocab]`, in any float type; logits[i] are those of `rows[i]`.
+        """Chooses a token for each row of `logits`, `[n, vocab]` in any float type; logits[i] belongs to `rows[i]`.
 
-        mask: of some of the rows; their logits may be overwritten. argmax_ids: the tokens of the highest logits,
-        without a mask, int64 `[n]`, where they are known; where no row wants anything else, they are the ones in the
-        result. Changes the state in no way; see `accept`.
+        mask: allowed tokens of some rows, whose logits may be overwritten. argmax_ids: the argmax of each row without
+        the mask, int64 `[n]`, if it is known already; the result may be this tensor. Does not change the state; see
+        `accept`.
         """
 
     @abstractmethod
     def greedy(self, logits: Tensor, reported: Sequence[int] = ()) -> Sampled:
-        """Chooses the tokens with the highest logits `[n, vocab]`, whichever rows they are of.
+        """Chooses the argmax of each row of `logits`, `[n, vocab]`, regardless of any requests.
 
-        reported: those of the n whose log-probability is reported, too.
+        reported: indices among the n of rows whose log-probability is reported.
         """
 
     @abstractmethod
     def accept(self, token_ids: Tensor, rows: Sequence[int]) -> None:
-        """Appends a token to each of `rows`: int64 `[n]` on the device."""
+        """Records a token for each of `rows`. token_ids: int64 `[n]` on the device."""
 
     def _check(self, parameters: SamplingParameters) -> None:
         for name, tokens in (("logit_bias", parameters.logit_bias), ("late_tokens", parameters.late_tokens)):
@@ -83,9 +83,9 @@ class Sampler(ABC):
 
 
 def argmax(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
-    """Returns the argmax `[rows]` of `[rows, tokens]` in any float type, the first of equals.
+    """Returns the argmax of each row, int64 `[rows]`, the first of equals. scores: `[rows, tokens]` in any float type.
 
-    mask: for scores that have kernels.
+    mask: allowed tokens; for scores on CPUs with kernels only.
     """
     if scores.device == HOST and scores.dtype in _KERNEL_DTYPES and load_kernels():
         if mask is None:
@@ -96,5 +96,5 @@ def argmax(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
         from tgi_server.engine.kernels.triton.argmax import argmax as argmax_in_parts
 
         return argmax_in_parts(scores)
-    # What argmax gives; on a CPU argmax converts bfloat16 element by element, and takes six times as long.
+    # The same as torch.argmax, which on CPUs converts bfloat16 element by element and takes six times as long.
     return scores.max(-1).indices

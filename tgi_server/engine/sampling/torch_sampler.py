@@ -1,4 +1,4 @@
-"""Sampling in torch's own operations, on any device; on GPUs with a kernel for the rows that sample."""
+"""Sampling with torch's operations on any device; on GPUs also with a fused kernel for rows that sample."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,12 +35,12 @@ from tgi_server.engine.sampling.processors import (
 from tgi_server.engine.sampling.random import draw, uniform
 from tgi_server.engine.sampling.sampler import Sampler, argmax
 
-# Share of the rows for which a kernel must choose the same token as plain torch.
+# Share of the rows for which the kernel has to choose the same token as plain torch.
 _LEAST_EQUAL = 0.9
 
 
 class TorchSampler(Sampler):
-    """A sampler of a few operations for each rule, over all rows that it concerns.
+    """A sampler that applies each rule with a few operations to all of the rule's rows at once.
 
     Neither `sample` nor `accept` waits for the device.
     """
@@ -54,18 +54,18 @@ class TorchSampler(Sampler):
         *,
         row_kernel: bool = False,
     ) -> None:
-        """row_kernel: rows that sample may take the kernel for GPUs that does all for a row at once."""
+        """row_kernel: True uses the fused kernel for GPUs for rows that sample."""
         super().__init__(vocab_size)
         self._device = device
         self._watermark = watermark or WatermarkSettings()
-        self._rows: dict[int, Row] = {}  # those that are not plain: a batch of plain rows has none
+        self._rows: dict[int, Row] = {}  # only rows that are not plain
         self._sequences = TokenCounts(vocab_size, device)
         self._generated = TokenCounts(vocab_size, device)
         self._steps = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens generated
         self._previous = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token
         self._builder = MetadataBuilder(vocab_size, device, row_kernel=row_kernel)
         self._metadata: tuple[SamplingMetadata, ...] = ()
-        self._described_rows: tuple[int, ...] | None = None  # those that the metadata are of
+        self._described_rows: tuple[int, ...] | None = None  # the rows of the metadata
 
     def add(
         self,
@@ -86,7 +86,7 @@ class TorchSampler(Sampler):
             sequence_slot=self._sequences.take([*prompt_ids, *generated_ids]) if counts_sequence(parameters) else None,
             generated_slot=self._generated.take(generated_ids) if counts_generated(parameters) else None,
         )
-        self._steps[row].fill_(len(generated_ids))  # an assignment would copy from the host, and wait
+        self._steps[row].fill_(len(generated_ids))  # an assignment would copy from the host and wait for the device
         text = generated_ids if len(generated_ids) else prompt_ids
         self._previous[row].fill_(text[-1] if len(text) else 0)
         self._described_rows = None
@@ -168,7 +168,7 @@ class TorchSampler(Sampler):
         return self._metadata
 
     def _process(self, scores: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Applies watermark, penalties, bias and `min_tokens`, also to greedy rows. Returns scores without NaN."""
+        """Applies watermark, penalties, bias and `min_tokens`, also to greedy rows. Replaces NaN by minus infinity."""
         if metadata.watermark is not None:
             previous = metadata.watermark.take(self._previous[metadata.state_rows])
             scores = metadata.watermark.put(
@@ -194,7 +194,7 @@ class TorchSampler(Sampler):
         return scores.nan_to_num_(-torch.inf, torch.finfo(scores.dtype).max, -torch.inf)
 
     def _choose(self, scores: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        """Returns the scores after the warpers of the rows that sample, and the chosen ids: `[processed]`."""
+        """Returns the scores, after the warpers for rows that sample, and the chosen ids, `[processed]`."""
         sampling = metadata.sampling
         if sampling is None:
             return scores, argmax(scores)
@@ -207,9 +207,10 @@ class TorchSampler(Sampler):
 
 
 def _draw(scores: Tensor, sampling: SamplingTensors, steps: Tensor, *, reports: bool) -> tuple[Tensor, Tensor]:
-    """Returns the scores after the warpers, and the tokens that are drawn from them.
+    """Returns the scores after the warpers, and tokens drawn from them.
 
-    steps: int64 `[k]`. reports: the caller reads the scores; else they may be those before.
+    steps: number of generated tokens, int64 `[k]`. reports: False if the caller does not need the scores, which may
+    then be returned unchanged.
     """
     if (settings := sampling.fused) is not None:
         from tgi_server.engine.kernels.triton.sampling import choose
@@ -223,7 +224,7 @@ def _draw(scores: Tensor, sampling: SamplingTensors, steps: Tensor, *, reports: 
 
 
 def _warp(scores: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Applies the warpers in TGI's order, that of transformers; `min_p`, which TGI does not have, comes last."""
+    """Applies the warpers in the order of TGI and transformers; `min_p`, which TGI does not have, comes last."""
     if sampling.temperature is not None:
         scores = sampling.temperature.apply(scores, warpers.temperature)
     if sampling.top_k is not None:
@@ -238,7 +239,7 @@ def _warp(scores: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _report(scores: Tensor, chosen: Tensor, metadata: SamplingMetadata, sampled: Sampled) -> None:
-    """Adds log-probabilities where requested. In TGI, too, probabilities are those after all processors and warpers."""
+    """Adds the requested log-probabilities to `sampled`. As in TGI, they are those after all processors and warpers."""
     if (wanted := metadata.logprobs) is not None:
         logprobs = torch.log_softmax(wanted.row_index.take(scores), -1)
         sampled.chosen.append(ChosenReport(wanted.positions, chosen_logprobs(logprobs, wanted.row_index.take(chosen))))
@@ -248,15 +249,15 @@ def _report(scores: Tensor, chosen: Tensor, metadata: SamplingMetadata, sampled:
 
 
 def row_kernel_fault(new: Callable[..., TorchSampler], logits: Tensor) -> str:
-    """Returns why the kernel for rows that sample must not be used, in words; empty: it may.
+    """Compares the fused kernel with plain torch. Returns why it must not be used; empty if it may be used.
 
-    new: makes a sampler for as many rows as the logits have. The exponential of a kernel may differ in the last bit, so
-    one token in many may be another one; a kernel that is wrong chooses others throughout.
+    new: creates a sampler for as many rows as the logits have. The kernel's exponential may differ in the last bit, so
+    a few tokens may differ; a wrong kernel chooses other tokens in most rows.
     """
 
     def fault() -> str:
         tokens: list[Tensor] = []
-        # The kernel is compiled for rows with reports, and for others: no request is to wait for that.
+        # Compiles the kernel's variants, with and without reports, so that no request has to wait for that.
         for row_kernel, logprobs in ((False, False), (True, False), (True, True)):
             sampler, report = new(row_kernel=row_kernel), ReportParameters(logprobs=logprobs)
             for row in range(len(logits)):
@@ -265,7 +266,7 @@ def row_kernel_fault(new: Callable[..., TorchSampler], logits: Tensor) -> str:
                 )
                 sampler.add(row, parameters, report, [0], [])
             tokens.append(sampler.sample(logits, range(len(logits))).token_ids)
-            sampler.sample(logits[:1], range(1))  # a program for few rows
+            sampler.sample(logits[:1], range(1))  # compiles the variant for few rows
         same = min(share_equal(tokens[0], token) for token in tokens[1:])
         return "" if same >= _LEAST_EQUAL else f"the kernel chooses other tokens in {1 - same:.0%} of all rows"
 

@@ -1,12 +1,12 @@
-"""The rules that shape what is sampled from: temperature, top_k, top_p, typical_p, min_p.
+"""The logits warpers: temperature, top_k, top_p, typical_p, min_p.
 
-Each takes scores float32 `[rows, tokens]` and one value per row `[rows, 1]`, may overwrite the scores, and returns
+Each takes scores, float32 `[rows, tokens]`, and one value per row, `[rows, 1]`, may overwrite the scores, and returns
 them with excluded tokens at minus infinity. Each excludes the same tokens as the class of its name in
 `transformers.generation.logits_process`, ties included.
 
-None of them sorts. Where sorted weights add up to a target is found by radix selection: a histogram of the values'
-leading bits says in which bin the target is reached, a second histogram of the next bits of that bin's values narrows
-it down, a third one finds the value itself. Three passes over the vocabulary, each in linear time.
+None of them sorts all scores. The value at which sorted weights would add up to a target is found by radix selection: a
+histogram of the values' leading bits shows in which bin the target is reached, a second histogram of the next bits of
+that bin's values narrows it down, and a third one finds the value. Each takes one pass over the vocabulary.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tgi_server.engine.sampling.random import SCALE, below_peak, scaled_exponential, token_weights
 
-# Above it, selection without sorting is cheaper than `torch.topk`.
+# For a larger top_k, radix selection is cheaper than `torch.topk`.
 LARGEST_SORTED_TOP_K = 512
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (lowest bit, number of bits), highest digit first
 _SIGN = -(2**31)
@@ -27,7 +27,7 @@ def temperature(scores: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def top_k(scores: Tensor, counts: Tensor, largest: int) -> Tensor:
-    """Keeps the `counts` (int64) best tokens, and those equal to the last of them. largest: the highest count."""
+    """Keeps the `counts` (int64) best tokens, and those equal to the last of them. largest: maximum of `counts`."""
     if largest <= LARGEST_SORTED_TOP_K:
         worst_kept = scores.topk(largest).values.gather(1, counts - 1)
     else:
@@ -39,7 +39,7 @@ def top_k(scores: Tensor, counts: Tensor, largest: int) -> Tensor:
 def top_p(scores: Tensor, masses: Tensor) -> Tensor:
     """Keeps the best tokens until their probabilities add up to `masses` (float64).
 
-    Of tokens that are equally likely, only as many remain as it takes, those with the highest ids.
+    Among equally likely tokens, only as many as needed are kept, those with the highest ids.
     """
     weights = token_weights(scores)
     target = _share(weights, masses)
@@ -54,11 +54,11 @@ def top_p(scores: Tensor, masses: Tensor) -> Tensor:
 
 
 def typical_p(scores: Tensor, masses: Tensor) -> Tensor:
-    """Keeps the tokens whose surprise is nearest to the expected one until they add up to `masses` (float64).
+    """Keeps the tokens whose surprisal is nearest to its mean until their probabilities add up to `masses` (float64).
 
     Meister et al., "Locally Typical Sampling", 2022.
     """
-    surprise = below_peak(scores).neg_()  # less that of the likeliest token, which cancels out below
+    surprise = below_peak(scores).neg_()  # minus the surprisal of the likeliest token, which cancels out below
     likelihood = scaled_exponential(-surprise)
     weights = likelihood.to(torch.int64)
     expected = torch.where(weights > 0, likelihood * surprise, 0.0).to(torch.int64).sum(1, keepdim=True)
@@ -74,14 +74,14 @@ def min_p(scores: Tensor, shares: Tensor) -> Tensor:
 
 
 def _share(weights: Tensor, masses: Tensor) -> Tensor:
-    """Returns the weight that is `masses` `[rows, 1]` of each row, rounded up, at least 1: int64 `[rows, 1]`."""
+    """Returns `masses` times the sum of each row's weights, rounded up, at least 1: int64 `[rows, 1]`."""
     total = weights.sum(1, keepdim=True)
     share = (total.to(torch.float64) * masses).ceil_().to(torch.int64)
     return share.clamp_min_(1).minimum(total)
 
 
 class Threshold(NamedTuple):
-    """A value, float32 `[rows, 1]`, and the weights of the values below it and equal to it, int64 `[rows, 1]`."""
+    """A value, float32 `[rows, 1]`, and the sums of the weights below it and at it, int64 `[rows, 1]`."""
 
     value: Tensor
     below: Tensor
@@ -89,7 +89,7 @@ class Threshold(NamedTuple):
 
 
 def weighted_threshold(values: Tensor, weights: Tensor, target: Tensor) -> Threshold:
-    """Returns the smallest value such that the weights of all values up to it reach the target.
+    """Returns the smallest value such that the weights of all values up to it add up to the target or more.
 
     values: float32 `[rows, tokens]`; weights: int64, non-negative, same shape; target: int64 `[rows, 1]`, between 1
     and the sum of the row's weights.
@@ -112,9 +112,9 @@ def weighted_threshold(values: Tensor, weights: Tensor, target: Tensor) -> Thres
 
 
 def _ordered_keys(values: Tensor) -> Tensor:
-    """Returns int32 whose unsigned order is that of the float32 values. Adding zero makes one zero of the two."""
-    bits = (values + 0.0).view(torch.int32)
-    # Negative floats grow in magnitude with their bits: all bits are turned round. Others get the sign bit.
+    """Returns int32 whose unsigned order is the order of the float32 values."""
+    bits = (values + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    # The bits of negative floats grow with their magnitude, so all of them are inverted. Others get the sign bit.
     return bits ^ ((bits >> 31) | _SIGN)
 
 

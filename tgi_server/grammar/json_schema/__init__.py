@@ -1,9 +1,9 @@
-"""JSON schemas as people write them, in the keywords that llguidance enforces exactly.
+"""Translates JSON schemas to the keywords that llguidance enforces exactly.
 
-`document.py` reads a schema and finds what its references name. `translation.py` is the way through it: each keyword
-is taken as it is, or said in other keywords, or cannot be enforced. What it writes allows nothing that the schema
-forbids, though at times less than the schema allows. `negation.py` and `disjointness.py` are the logic behind `not`,
-`if` and `oneOf`. `simple.py` knows the schemas that cannot be costly.
+`document.py` reads a schema and resolves references. `translation.py` walks through it: each keyword is copied,
+rewritten with other keywords (`rewriting.py`), or refused. The result allows nothing that the schema forbids, but may
+allow less than the schema does. `negation.py` and `disjointness.py` are the logic for `not`, `if` and `oneOf`.
+`simple.py` recognizes schemas that are cheap to compile.
 """
 
 from tgi_server.grammar.json_schema.formats import FORMATS

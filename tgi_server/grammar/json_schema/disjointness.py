@@ -1,4 +1,4 @@
-"""Schemas that no value satisfies both of, which is what makes `oneOf` the same as `anyOf`."""
+"""Finds out if no value satisfies two schemas. If that holds for all pairs, `oneOf` is the same as `anyOf`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -9,29 +9,29 @@ from tgi_server.grammar.json_schema.document import Document
 from tgi_server.grammar.json_schema.keywords import TYPES, Unenforceable, count, is_number, same, type_of
 
 Schema = Any
-# Comparisons of one document: real schemas lead to hundreds.
+# Maximum number of comparisons in one document. Real schemas need hundreds.
 _MAX_COMPARISONS = 20_000
 _MAX_DEPTH = 8
 _MAX_PARTS = 64
 
 
 class Disjointness:
-    """Proves it, or does not: False says nothing."""
+    """Tries to prove that schemas are disjoint. True is a proof; False only means that none was found."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
         self._left = _MAX_COMPARISONS
 
     def all_disjoint(self, schemas: Sequence[Schema]) -> bool:
-        """Returns True if no value satisfies two of the schemas."""
+        """Returns True if it is certain that no value satisfies two of the schemas."""
         return self.discriminator(schemas, required=True) is not None or all(
             self.disjoint(first, second) for first, second in combinations(schemas, 2)
         )
 
     def discriminator(self, schemas: Sequence[Schema], *, required: bool) -> str | None:
-        """Returns the name of a member that has values of its own in each of the schemas, all of objects.
+        """Returns the name of a member whose possible values differ between all the schemas; None if there is none.
 
-        required: it must be there in all but one of them.
+        All schemas have to be of objects. required: the member must be required in all but at most one of them.
         """
         parts = [self.parts(schema) for schema in schemas]
         if not all(self._types(each) == {"object"} for each in parts):
@@ -51,7 +51,7 @@ class Disjointness:
         return None
 
     def disjoint(self, first: Schema, second: Schema, depth: int = 0) -> bool:
-        """Returns True if no value satisfies both."""
+        """Returns True if it is certain that no value satisfies both schemas."""
         self._left -= 1
         if self._left < 0 or depth > _MAX_DEPTH:
             return False
@@ -71,11 +71,11 @@ class Disjointness:
         )
 
     def types(self, schema: Schema) -> set[str]:
-        """Returns the types that values of the schema may have; an integer is a number."""
+        """Returns the types that values of the schema may have. Integers count as `number`."""
         return self._types(self.parts(schema))
 
     def parts(self, schema: Schema) -> list[dict[str, Any]]:
-        """Returns schemas that all hold where `schema` does: itself, and what `$ref` and `allOf` add to it."""
+        """Returns schemas that a value of `schema` has to satisfy: itself, and those in its `$ref` and `allOf`."""
         found: list[dict[str, Any]] = []
         seen: set[int] = set()
         waiting = [schema]
@@ -91,14 +91,14 @@ class Disjointness:
                 with suppress(Unenforceable):
                     waiting.append(self._document.resolve(each, reference)[0])
                 if self._document.draft <= 7:
-                    continue  # what stands beside a reference counts from 2019 on
+                    continue  # before draft 2019-09, keywords beside a reference are ignored
             found.append(each)
             if isinstance(each.get("allOf"), list):
                 waiting += each["allOf"]
         return found
 
     def values(self, parts: Sequence[dict[str, Any]]) -> list[Any] | None:
-        """Returns the values that are left to choose from; None where they cannot be listed."""
+        """Returns the values that `const`, `enum` or the types allow; None if they cannot be listed."""
         for part in parts:
             if "const" in part:
                 return [part["const"]]
@@ -124,7 +124,7 @@ class Disjointness:
         return types
 
     def _member_values(self, parts: Sequence[dict[str, Any]], name: str) -> set[Any] | None:
-        """Returns the values that a member may have, each with its type; None where they cannot be listed so."""
+        """Returns (type, value) of each value that a member may have; None if they cannot be listed."""
         for schema in _member(parts, name):
             values = self.values(self.parts(schema))
             if values is not None and not any(isinstance(value, list | dict) for value in values):
@@ -134,7 +134,7 @@ class Disjointness:
     def _disjoint_as(
         self, kind: str, one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], depth: int
     ) -> bool:
-        """Returns True if no value of this type satisfies both."""
+        """Returns True if it is certain that no value of this type satisfies both."""
         match kind:
             case "number":
                 return _number_range(one, other)
@@ -149,7 +149,7 @@ class Disjointness:
         return False
 
     def _listed(self, one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> bool:
-        """Returns True if one of them lists its values, and the other has no room for any text of these."""
+        """Returns True if one lists its values, and the other's length bounds exclude all strings among them."""
         for parts, others in ((one, other), (other, one)):
             values = self.values(parts)
             if values is not None and all(
@@ -189,7 +189,7 @@ def _member(parts: Sequence[dict[str, Any]], name: str) -> list[Schema]:
 
 
 def required_names(parts: Sequence[dict[str, Any]]) -> dict[str, None]:
-    """Returns the names of members that must be there, in order."""
+    """Returns the names of required members, in order."""
     listed = (part["required"] for part in parts if isinstance(part.get("required"), list))
     return dict.fromkeys(name for names in listed for name in names if isinstance(name, str))
 

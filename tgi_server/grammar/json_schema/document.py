@@ -1,4 +1,4 @@
-"""A schema as it was sent, and the parts of it that references name."""
+"""Reads a JSON schema and resolves its references."""
 
 import json
 from typing import Any
@@ -11,10 +11,10 @@ _ANCHORS = ("$anchor", "$dynamicAnchor")
 
 
 class Document:
-    """Follows references (RFC 6901, and JSON Schema 2020-12, chapters 8.2 and 9), within the document only.
+    """A JSON schema. Resolves references within it (RFC 6901, and JSON Schema 2020-12, chapters 8.2 and 9).
 
-    root: the whole schema. draft: the number of the draft that `$schema` names, or 2020. annotated: there is a span, a
-    hint or a Lark grammar in it.
+    root: the whole schema. draft: number of the draft that `$schema` names (3, 4, 6 or 7), else 2020. annotated: True
+    if the schema has a span, a hint or a Lark grammar.
     """
 
     def __init__(self, text: str) -> None:
@@ -35,7 +35,7 @@ class Document:
         self._scan()
 
     def resolve(self, schema: dict[str, Any], reference: str) -> tuple[Any, str]:
-        """Returns the schema that a reference in `schema` names, and its place. Raises Unenforceable."""
+        """Returns the schema that a reference in `schema` names, and its JSON pointer. Raises Unenforceable."""
         base = self._bases.get(id(schema), "")
         address, _, fragment = reference.partition("#")
         resource = self._resources.get(urljoin(base, address).rstrip("#") if address else base)
@@ -50,21 +50,21 @@ class Document:
         return _schema_at(resource, fragment, reference)
 
     def resolve_dynamic(self, schema: dict[str, Any], reference: str) -> tuple[Any, str]:
-        """Returns what a `$dynamicRef` names, where that does not depend on the way to it. Raises Unenforceable."""
+        """Resolves a `$dynamicRef`. Raises Unenforceable if its target depends on the path to it."""
         _, _, name = reference.partition("#")
         if self._dynamic.get(name, 0) > 1:
             raise Unenforceable(f"points to several places, depending on the path to it: {reference!r}")
         return self.resolve(schema, reference)
 
     def derived(self, schema: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
-        """Returns a new schema, in which references are followed as they are in `source`."""
+        """Registers a new `schema`, so that its references are resolved relative to `source`. Returns it."""
         if id(source) in self._bases:
             self._bases[id(schema)] = self._bases[id(source)]
-        self._derived.append(schema)  # so that nothing else gets its id
+        self._derived.append(schema)  # kept, so that no other object gets its id
         return schema
 
     def _scan(self) -> None:
-        """Notes the names of all parts. Raises InvalidGrammar."""
+        """Finds the identifiers and anchors of all subschemas. Raises InvalidGrammar if they are nested too deep."""
         identifier = "id" if self.draft <= 4 else "$id"
         waiting: list[tuple[Any, str, str, int]] = [(self.root, "#", "", 0)]
         while waiting:
@@ -96,7 +96,7 @@ class Document:
 
 
 def _at_pointer(root: Any, pointer: str) -> Any:
-    """Returns the part of a document that a JSON pointer names. Raises LookupError when there is none."""
+    """Returns the part of a document that a JSON pointer names. Raises LookupError if there is none."""
     target = root
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -121,7 +121,7 @@ def _schema_at(resource: tuple[Any, str], pointer: str, reference: str) -> tuple
 
 
 def _draft(root: Any) -> int:
-    """Returns the number of the draft that the schema names; 2020 for one that names none."""
+    """Returns the number of the draft that `$schema` names; 2020 for newer drafts and if it names none."""
     named = str(root.get("$schema", "")) if isinstance(root, dict) else ""
     return next((number for number in (3, 4, 6, 7) if f"draft-0{number}" in named), 2020)
 

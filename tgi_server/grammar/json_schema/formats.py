@@ -27,7 +27,7 @@ _VARIABLE = rf"([A-Za-z0-9_]|{_CODED})(\.?([A-Za-z0-9_]|{_CODED}))*(:[1-9][0-9]{
 _TEMPLATE = rf"^([A-Za-z0-9._~!$&()*+,;=:@/?#\[\]-]|{_CODED}|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*$"
 # RFC 6901.
 _POINTER = "(/([^/~]|~[01])*)*"
-# Regular expressions without groups in groups, and what all dialects have of them.
+# Regular expressions without nested groups, in the syntax that all dialects share.
 _SET = r"\[\^?([A-Za-z0-9 _.,:;]|[a-z]-z|[A-Z]-Z|[0-9]-9)+\]"
 _ATOM = rf"([A-Za-z0-9 _,:;<>=!@#%&'/~-]|\\[dDwWsS.^$*+?()\[\]{{}}|/\\-]|\.|{_SET})"
 _REPEATED = rf"{_ATOM}([*+?]|\{{[0-9]\}})?"
@@ -35,7 +35,7 @@ _GROUP = rf"\((\?:)?({_REPEATED})+(\|({_REPEATED})+)*\)([*+?]|\{{[0-9]\}})?"
 _REGEX = rf"^\^?({_REPEATED}|{_GROUP})*\$?$"
 
 _URI_REFERENCE = {"anyOf": [{"format": "uri"}, {"pattern": _RELATIVE}]}
-# No label has hyphens in its third and fourth place, where international names have their mark (RFC 5891, 4.2.3.1).
+# No label has hyphens as its third and fourth character: these mark international names (RFC 5891, 4.2.3.1).
 _LABEL = r"([^.]{0,3}|[^.]{2}([^.-][^.]|[^.][^.-])[^.]*)"
 _HOSTNAME = {"format": "hostname", "maxLength": 253, "pattern": rf"^{_LABEL}(\.{_LABEL})*$"}
 

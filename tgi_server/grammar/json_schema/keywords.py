@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema that say which texts are valid, and the values that they must have.
+"""The keywords of JSON Schema that restrict values, and the checks of the keywords' own values.
 
 Every other keyword is an annotation and is ignored, as JSON Schema says of keywords that it does not know.
 """
@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# One layout, that of Python's json.dumps: the model does not choose whitespace, so it is forced and costs nothing.
+# One layout, that of Python's json.dumps: the model does not choose whitespace, so that jump-forward tokens cover it.
 ITEM_SEPARATOR = ", "
 KEY_SEPARATOR = ": "
-# Without \u: llguidance would let a name that stands in `properties` be written once more with it, and hold it for
+# Without \u: llguidance would allow a name of `properties` to be written a second time with \u escapes, as if it were
 # another name.
 JSON_LAYOUT = {
     "item_separator": ITEM_SEPARATOR,
@@ -23,11 +23,11 @@ SPAN = "x-span"
 SPAN_SOURCE = "x-span-source"
 HINT = "x-hint"
 LARK = "x-lark"
-# What no JSON schema compiler knows: a schema with one of them becomes a Lark grammar.
+# The project's own keywords. A schema with one of them becomes a Lark grammar.
 ANNOTATIONS = frozenset({SPAN, HINT, LARK})
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-# Integers beyond it are not all floats, as which bounds are compared.
+# Bounds are compared as floats, which represent all integers up to this one.
 LARGEST_EXACT = 2**53
 MAX_DEPTH = 100
 
@@ -41,9 +41,10 @@ _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "d
 
 
 class Unenforceable(Exception):
-    """A keyword that no grammar can be made of. `str()` of it is the reason, to stand after the keyword's name.
+    """A keyword cannot be enforced. `str()` gives the reason, as the rest of a sentence that begins with the keyword.
 
-    weaker: a schema that says a part of it. optional: it is left to the model even where the schema is strict.
+    weaker: a schema that enforces a part of it. optional: True if the keyword is left to the model even where the
+    schema is not lenient.
     """
 
     def __init__(self, reason: str, weaker: Any = True, *, optional: bool = False) -> None:
@@ -53,7 +54,7 @@ class Unenforceable(Exception):
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the place of each schema directly inside a schema, and the schema there."""
+    """Yields the relative JSON pointer of each schema directly inside `schema`, and that schema."""
     for name in _SUBSCHEMA:
         if name in schema and not isinstance(schema[name], list):
             yield name, schema[name]
@@ -71,7 +72,7 @@ def escaped(name: str) -> str:
 
 
 def check_value(keyword: str, value: Any) -> None:
-    """Raises Unenforceable for a value that the keyword cannot have."""
+    """Raises Unenforceable if the keyword cannot have this value."""
     expected = _EXPECTED.get(keyword)
     if expected is not None and not expected[0](value):
         raise Unenforceable(f"must be {expected[1]}, not {json.dumps(value, ensure_ascii=False)[:40]}")
@@ -82,12 +83,12 @@ def is_number(value: Any) -> bool:
 
 
 def count(value: Any) -> int | None:
-    """Returns a number of things, which may be written as 2.0; None for anything else."""
+    """Returns a value that is a count as an int, such as 2 for 2.0; None for any other value."""
     return int(value) if is_number(value) and value >= 0 and value == value // 1 else None
 
 
 def same(first: Any, second: Any) -> bool:
-    """Returns True for equal JSON values: 1 is 1.0, but not true."""
+    """Returns True for equal JSON values: 1 equals 1.0, but not true."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, list) and isinstance(second, list):

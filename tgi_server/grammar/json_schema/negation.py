@@ -1,4 +1,4 @@
-"""The opposite of a schema, as a schema without `not` where it can be said so."""
+"""Negates schemas: writes the negation as a schema without `not`, as far as that is possible."""
 
 import re
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from tgi_server.grammar.json_schema.keywords import (
 )
 
 Schema = Any
-# Schemas that one document's opposites are made of: more are of no use.
+# Maximum number of schemas that are negated in one document: a larger grammar would be too complex.
 _MAX_SCHEMAS = 1_000
 _MAX_OPEN = 30
 _MAX_VALUES = 200
 _MAX_TEXT = 100
-# The type of the values that a bound is for, the keyword of its opposite, and how far away that begins.
+# For each bound: the type that it restricts, the keyword of its negation, and what to add to its value.
 _COUNTS = {
     "minLength": ("string", "maxLength", -1),
     "minItems": ("array", "maxItems", -1),
@@ -47,7 +47,7 @@ _REFUSED = {
 
 
 class Negation:
-    """Says opposites in the keywords of the schema, which are then translated as all others are."""
+    """Negates schemas. The results use keywords of JSON Schema, and still have to be translated."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -55,9 +55,9 @@ class Negation:
         self._open: list[int] = []
 
     def opposite(self, schema: Schema) -> Schema:
-        """Returns a schema of values that `schema` forbids: of all, or of all but numbers where it forbids integers.
+        """Returns a schema of the values that `schema` forbids. Raises Unenforceable.
 
-        Raises Unenforceable.
+        The negation of the type integer has no numbers at all: numbers that are not integers cannot be expressed.
         """
         if isinstance(schema, bool):
             return not schema
@@ -75,7 +75,7 @@ class Negation:
             self._open.pop()
 
     def _opposites(self, schema: dict[str, Any]) -> list[Schema]:
-        """Returns the opposite of each keyword: one of them is enough."""
+        """Returns the negation of each keyword. A value that satisfies one of them is forbidden by the schema."""
         if "$ref" in schema and self._document.draft <= 7:
             schema = self._document.derived({"$ref": schema["$ref"]}, schema)
         found: list[Schema] = []
@@ -137,13 +137,13 @@ def _all(schemas: Sequence[Schema]) -> Schema:
 
 
 def _other_types(names: Sequence[str]) -> Schema:
-    """Returns a schema of the other types, without numbers where only integers are forbidden."""
+    """Returns a schema of all types except these. If `names` has `integer`, numbers are left out altogether."""
     others = [name for name in TYPES if name not in names and not (name == "number" and "integer" in names)]
     return {"type": others} if others else False
 
 
 def _other_values(values: Sequence[Any]) -> list[Schema]:
-    """Returns schemas of all values but these."""
+    """Returns schemas that together allow all values except these."""
     if len(values) > _MAX_VALUES or any(isinstance(value, list | dict) for value in values):
         raise Unenforceable("contains values, which cannot be negated")
     found: list[Schema] = []
@@ -170,7 +170,7 @@ def _other_values(values: Sequence[Any]) -> list[Schema]:
 
 
 def _other_texts(texts: Sequence[str]) -> str:
-    """Returns a regular expression of all texts but these, which are sorted."""
+    """Returns a regular expression of all texts except these. texts: sorted."""
     heads: dict[str, list[str]] = {}
     if any(len(text) > _MAX_TEXT for text in texts):
         raise Unenforceable("contains a long text, which cannot be negated")
@@ -191,7 +191,7 @@ _PLAIN_PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_ -]|\\[.$/-])*\$?\Z")
 
 
 def _other_pattern(pattern: str) -> str:
-    """Returns the opposite of a pattern that is a beginning, or a whole text, in plain characters."""
+    """Returns the negation of a pattern that is a literal prefix (`^abc`) or a literal text (`^abc$`)."""
     if not _PLAIN_PATTERN.match(pattern) or not pattern.startswith("^"):
         raise Unenforceable("contains a pattern, which cannot be negated")
     text = pattern[1:].removesuffix("$").replace("\\", "")
@@ -204,7 +204,7 @@ def _other_pattern(pattern: str) -> str:
 
 
 def _other_number(keyword: str, value: Any, schema: dict[str, Any]) -> Schema:
-    """Returns the opposite of a bound."""
+    """Returns the negation of a bound."""
     if keyword in _NUMBERS:
         if isinstance(value, bool) or isinstance(schema.get(_EXCLUSIVE.get(keyword, "")), bool):
             raise Unenforceable("contains a bound of draft 4, which cannot be negated")

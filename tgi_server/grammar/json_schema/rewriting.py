@@ -1,6 +1,6 @@
-"""Keywords that llguidance does not know, expressed in keywords that it knows.
+"""Rewrites keywords that llguidance does not know as schemas of keywords that it knows.
 
-What a keyword is said with stands beside the schema that the keyword is from, and both must hold.
+A value has to satisfy both: the schema without the keyword, and the schema that replaces the keyword.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from tgi_server.grammar.json_schema.negation import Negation
 
 Schema = Any
 
-# Ways to say one keyword: each is a copy of the schema that it stands beside.
+# Maximum number of alternatives for one keyword. Each multiplies the schema that the keyword is from.
 _MAX_WAYS = 32
 _MAX_ARRANGEMENTS = 400
 _MAX_DEPENDENTS = 6
@@ -25,19 +25,19 @@ _MAX_CONTAINED = 64
 
 
 class Scope(Protocol):
-    """The translation of a whole document."""
+    """The translation of a whole document, as the rewriting of a keyword sees it."""
 
     document: Document
     negation: Negation
     disjointness: Disjointness
 
     def schema(self, source: Schema, place: str, depth: int = 0) -> Schema:
-        """Returns the translated schema. Raises InvalidGrammar."""
+        """Translates a schema. place: its JSON pointer. Raises InvalidGrammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One keyword and its value. source: the schema that it stands in, at `place`."""
+    """One keyword and its value. source: the schema with the keyword. place: the JSON pointer of that schema."""
 
     scope: Scope
     source: dict[str, Any]
@@ -47,20 +47,20 @@ class Part:
     depth: int
 
     def translated(self, schema: Schema, *names: str) -> Schema:
-        """Returns a schema below the keyword, translated. names: the way to it."""
+        """Translates a schema inside the keyword's value. names: the path from the keyword to it."""
         return self.scope.schema(schema, "/".join((self.place, self.keyword, *map(escaped, names))), self.depth + 1)
 
     def opposite(self, schema: Schema) -> Schema:
-        """Returns the opposite of a schema, translated. Raises Unenforceable."""
+        """Returns the translated negation of a schema. Raises Unenforceable."""
         return self.translated(self.scope.negation.opposite(schema))
 
     def count(self, keyword: str, default: int) -> int:
-        """Returns the number that is the value of another keyword beside this one."""
+        """Returns the value of another keyword of the same schema, which is a count."""
         number = count(self.source.get(keyword))
         return default if number is None else number
 
     def only(self, kind: str, ways: Sequence[Schema]) -> Schema:
-        """Returns a schema that values of one type satisfy in one of some ways, and all others as they are."""
+        """Returns a schema: values of type `kind` have to satisfy one of `ways`; other types are not restricted."""
         others = [name for name in TYPES if name != kind and name in self._types()]
         options = [*({"type": kind, **way} for way in ways), *([{"type": others}] if others else [])]
         return {"anyOf": options} if options else False
@@ -70,7 +70,7 @@ class Part:
 
 
 def _one_of(part: Part) -> Schema:
-    """Says `oneOf` as `anyOf` of variants that no value satisfies two of."""
+    """Rewrites `oneOf` as `anyOf` of disjoint variants."""
     variants: list[Schema] = part.value
     translated = [part.translated(each, str(index)) for index, each in enumerate(variants)]
     logic = part.scope.disjointness
@@ -90,7 +90,7 @@ def _one_of(part: Part) -> Schema:
 
 
 def _apart_from_others(part: Part, translated: Sequence[Schema], index: int) -> Schema:
-    """Returns a variant without what another one allows as well."""
+    """Returns a variant without the values that another variant allows as well."""
     logic, variant = part.scope.disjointness, part.value[index]
     others = [each for i, each in enumerate(part.value) if i != index and not logic.disjoint(variant, each)]
     opposites = [part.opposite(each) for each in others]
@@ -117,7 +117,7 @@ def _if(part: Part) -> Schema:
 
 
 def _dependencies(part: Part) -> Schema:
-    """Takes names that further names are required by, and schemas that hold where a name is there."""
+    """Rewrites a map from a member's name to further required names, or to a schema that then has to hold."""
     always = required_names([part.source])
     said: list[Schema] = []
     for name, wanted in part.value.items():
@@ -136,7 +136,7 @@ def _dependencies(part: Part) -> Schema:
 
 
 def _contains(part: Part) -> Schema:
-    """Asks for the wanted items first, after the items that have places of their own."""
+    """Rewrites `contains`: the items that must match come first, after the items of `prefixItems`."""
     least, most = part.count("minContains", 1), part.count("maxContains", -1)
     places = part.source.get("prefixItems", part.source.get("items"))
     ahead = len(places) if isinstance(places, list) else 0
@@ -156,9 +156,9 @@ def _contains(part: Part) -> Schema:
 
 
 def _unique_items(part: Part) -> Schema:
-    """Writes out the arrays of a few values that can be listed.
+    """Lists all arrays, if the items have few possible values.
 
-    Others are left to the model: the schemas of `set[str]` in pydantic say it, and their readers drop what comes twice.
+    Otherwise it is left to the model: pydantic writes the keyword for `set[str]`, and then drops repeated items.
     """
     logic, items = part.scope.disjointness, part.source.get("items")
     if not part.value or part.count("maxItems", 2) <= 1 or "array" not in logic.types(part.source):
@@ -221,12 +221,12 @@ def _patterns_of_names(names: dict[str, Any]) -> list[str]:
 
 
 def _format(part: Part) -> Schema:
-    """Formats that JSON Schema does not know are annotations."""
+    """Rewrites a format that JSON Schema defines. Others are annotations and ignored."""
     return FORMATS.get(part.value, True) if isinstance(part.value, str) else True
 
 
 def _min_properties(part: Part) -> Schema:
-    """Asks for some of the named members. Of others at most one: two of them may have the same name."""
+    """Requires enough of the named members, or at most one that is not named: two of these could have the same name."""
     wanted = part.count("minProperties", 0)
     required, optional, closed = _members(part)
     missing = wanted - len(required)
@@ -266,7 +266,7 @@ def _max_properties(part: Part) -> Schema:
 
 
 def _members(part: Part) -> tuple[list[str], list[str], bool]:
-    """Returns the names of members that must be there and that may, and True if there can be no others."""
+    """Returns the names of the required members, those of the optional members, and True if no others are allowed."""
     source = part.source
     properties = source.get("properties")
     named = [name for name, each in properties.items() if each is not False] if isinstance(properties, dict) else []
@@ -276,7 +276,7 @@ def _members(part: Part) -> tuple[list[str], list[str], bool]:
 
 
 def _unevaluated_properties(part: Part) -> Schema:
-    """Says it as `additionalProperties` where the members are known in every case: they are in `$ref` and `allOf`."""
+    """Rewrites it as `additionalProperties`, if all named members are in the schema, its `$ref` and its `allOf`."""
     if part.value is True or part.value == {}:
         return True
     parts = _evaluated(part)
@@ -306,7 +306,7 @@ def _unevaluated_items(part: Part) -> Schema:
 
 
 def _evaluated(part: Part) -> list[dict[str, Any]]:
-    """Returns the schemas that hold with this one in every case. Raises Unenforceable where others may hold, too."""
+    """Returns the schemas that always apply with this one. Raises Unenforceable if others apply to some values only."""
     parts = part.scope.disjointness.parts(part.source)
     for each in parts:
         for keyword in ("anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "not", "$dynamicRef", "nullable"):

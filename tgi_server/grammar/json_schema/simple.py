@@ -1,4 +1,4 @@
-"""JSON schemas that cannot be costly: what they say about few places, in keywords that cost little."""
+"""Recognizes JSON schemas that are cheap to compile: few subschemas, and only keywords that cost little."""
 
 import json
 import re
@@ -17,17 +17,17 @@ _CHEAP = frozenset(
         *("minLength", "maxLength", "minItems", "maxItems"),
     }
 )
-# With an address of its own, a part's references lead elsewhere than the root's.
+# A subschema with an identifier resolves references differently from the root, so identifiers are excluded, too.
 _COSTLY = (KEYWORDS | {"$id", "id"}) - _CHEAP
-# In these, no character stands for another one.
+# References without escaped characters.
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
 def is_simple(text: str) -> bool:
-    """Returns True for a JSON schema that is known to take little time, memory and stack.
+    """Returns True if a JSON schema certainly needs little time, memory and stack to compile.
 
-    It has no pattern, no part that refers to itself, and no other keyword that may be costly; and what its parts cost,
-    as often as references and arrays repeat them, comes to MAX_COST at most.
+    It has no pattern, no recursion and no other keyword that may be costly, and the cost of its subschemas, counted as
+    often as references and arrays repeat them, is at most MAX_COST.
     """
     if len(text) > _MAX_BYTES:
         return False
@@ -35,20 +35,20 @@ def is_simple(text: str) -> bool:
         root = json.loads(text)
         return _cost(root, root, {}, _MAX_DEPTH) <= MAX_COST
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
-        return False  # it is wrong somewhere, which others say better
+        return False  # the schema is invalid; its compilation reports the error
 
 
 def _cost(schema: Any, root: Any, known: dict[int, float], depth: int) -> float:
-    """Returns the cost of a schema, about one for each rule of its grammar; infinity where it is unknown.
+    """Returns the cost of a schema, about one for each rule of its grammar; infinity if it is unknown.
 
-    known: the costs of the schemas that were seen. depth: levels that it may be nested.
+    known: costs of the schemas seen so far, by `id`. depth: number of levels that it may still be nested.
     """
     if isinstance(schema, bool):
         return 4
     if not depth or not _COSTLY.isdisjoint(schema):
         return inf
     if id(schema) not in known:
-        known[id(schema)] = inf  # for one that refers to itself
+        known[id(schema)] = inf  # for a schema that refers to itself
         known[id(schema)] = _own_cost(schema) + sum(
             times * _cost(each, root, known, depth - 1) for times, each in _parts(schema, root)
         )
@@ -63,7 +63,7 @@ def _own_cost(schema: dict[str, Any]) -> float:
 
 
 def _parts(schema: dict[str, Any], root: Any) -> list[tuple[float, Any]]:
-    """Returns the schemas inside, each after the number of its copies. Raises LookupError for an odd reference."""
+    """Returns (factor of its cost, schema) for each schema inside. Raises LookupError for an unusual reference."""
     items = max(2, *(schema.get(keyword, 0) for keyword in ("minItems", "maxItems")))
     parts: list[tuple[float, Any]] = [(1 + len(name) / 16, each) for name, each in schema.get("properties", {}).items()]
     parts += [(1, each) for each in schema.get("anyOf", ())]

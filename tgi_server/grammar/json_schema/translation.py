@@ -1,4 +1,4 @@
-"""A schema in the keywords that llguidance enforces, and the constraints that are left to the model."""
+"""Translates a JSON schema to the keywords that llguidance enforces, and lists what is left to the model."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ from tgi_server.grammar.json_schema.rewriting import REWRITTEN, Part
 
 Schema = Any
 
-# The last of the levels that `enforced_schema` knows.
+# The highest level of leniency, see `enforced_schema`.
 MOST_LENIENT = 2
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]")
-# A schema can do without them, and still be of some use, when it cannot be compiled with them.
+# If a lenient schema cannot be compiled with these keywords, it is compiled without them: it is still of use.
 _COSTLY = frozenset(
     {
         *("pattern", "patternProperties", "multipleOf", "minLength", "maxLength", "minItems", "maxItems", "format"),
@@ -42,10 +42,11 @@ _COSTLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EnforcedSchema:
-    """definition: in keywords that llguidance enforces. annotated: there is a span, a hint or a Lark grammar in it.
+    """A translated JSON schema.
 
-    places: references to what references named before, by their places then.
-    left: the constraints that are left to the model, each as a line that names the keyword and its place.
+    definition: the schema, in keywords that llguidance enforces. annotated: True if it has a span, a hint or a Lark
+    grammar. places: references in `definition`, by the JSON pointers of their targets in the original schema.
+    left: the constraints that are left to the model, each as a line with the keyword and its schema's JSON pointer.
     """
 
     definition: dict[str, Any]
@@ -55,13 +56,13 @@ class EnforcedSchema:
 
 
 def enforced_schema(text: str, lenient: Mapping[str, int]) -> EnforcedSchema:
-    """Returns the schema that `text` is, as llguidance takes it.
+    """Translates a JSON schema to the keywords that llguidance enforces.
 
-    lenient: the places (JSON pointers that begin with #) below which constraints that cannot be enforced are left to
-    the model, and how much is left to it besides: 0, nothing; 1, what often makes a schema too complex; 2, all but
-    that it is an object.
+    text: the schema. lenient: levels of leniency by place, a JSON pointer that begins with #. Below such a place,
+    constraints that cannot be enforced are left to the model, and at level 1 also keywords that often make a schema too
+    complex; at level 2, all but the type of an object. Elsewhere, constraints that cannot be enforced are errors.
 
-    Raises InvalidGrammar that names the keyword and the place at fault.
+    Raises InvalidGrammar, which names the keyword and its place.
     """
     document = Document(text)
     translation = _Translation(document, lenient)
@@ -75,11 +76,7 @@ def enforced_schema(text: str, lenient: Mapping[str, int]) -> EnforcedSchema:
 
 
 class _Translation:
-    """A document on its way.
-
-    places: references to what has been translated, by its place in the document. left: lines of constraints that are
-    left to the model.
-    """
+    """The state of one document's translation. places, left: as in `EnforcedSchema`."""
 
     def __init__(self, document: Document, lenient: Mapping[str, int]) -> None:
         self.document = document
@@ -94,7 +91,7 @@ class _Translation:
         self._usable: dict[str, str | None] = {}
 
     def schema(self, source: Schema, place: str, depth: int = 0) -> Schema:
-        """Returns the translated schema. Raises InvalidGrammar."""
+        """Translates a schema. place: its JSON pointer. Raises InvalidGrammar."""
         if isinstance(source, bool):
             return source
         if not isinstance(source, dict):
@@ -119,11 +116,11 @@ class _Translation:
         whole = {"allOf": parts} if len(parts) > 1 else parts[0] if parts else {}
         if source.get("nullable") is True and whole:
             whole = {"anyOf": [whole, {"type": "null"}]}
-        # A hint is for all that stands beside it.
+        # A hint belongs to the whole schema, not to one of the parts.
         return {**whole, HINT: source[HINT]} if HINT in source else whole
 
     def definitions(self) -> dict[str, Schema]:
-        """Returns all that references name, translated."""
+        """Returns the translated targets of all references, by the names that the references have for them."""
         definitions: dict[str, Schema] = {}
         while self._waiting:
             name, schema, place = self._waiting.pop()
@@ -143,7 +140,7 @@ class _Translation:
         return self.places[place]
 
     def check_pattern(self, pattern: str) -> None:
-        """Raises Unenforceable for a regular expression that llguidance cannot follow."""
+        """Raises Unenforceable if llguidance cannot compile the regular expression."""
         if pattern not in self._usable:
             grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
             self._usable[pattern] = LLMatcher.validate_grammar(grammar) or None
@@ -169,7 +166,7 @@ class _Translation:
             self.left.append(line)
 
     def _level(self, place: str) -> int:
-        """Returns how much is left to the model at a place; -1: nothing may be."""
+        """Returns the level of leniency at a place; -1 if nothing may be left to the model."""
         return max(
             (level for lenient, level in self._lenient.items() if place == lenient or place.startswith(f"{lenient}/")),
             default=-1,
@@ -184,16 +181,17 @@ def _amount(scope: _Translation, part: Part) -> dict[str, Any]:
     return {part.keyword: int(part.value)}
 
 
-# llguidance knows no bounds further from 0 than the largest float that is a 64-bit integer, and none that leave only
-# numbers of 19 digits and more.
+# llguidance supports no bounds further from 0 than the largest float that is a 64-bit integer, and none that exclude
+# all numbers of less than 19 digits.
 _WIDEST_BOUND = 2**63 - 2**10
-_NARROWEST_BOUND = 10**18 - 2**10  # beyond it, the library takes floats for 10^18
+_NARROWEST_BOUND = 10**18 - 2**10  # beyond it, llguidance reads floats as 10^18
 
 
 def _bound(scope: _Translation, part: Part) -> dict[str, Any]:
-    """Takes a bound as llguidance does, as a float; draft 4 has `true` for a bound that is not allowed itself.
+    """Translates a bound of numbers. llguidance compares floats, so it is rounded towards what the bound allows.
 
-    A bound that is too far from 0 is drawn nearer, if that allows nothing that it forbids. Raises Unenforceable.
+    In draft 4, `exclusiveMinimum: true` makes `minimum` exclusive. A bound too far from 0 is moved closer, if that only
+    allows less. Raises Unenforceable if it cannot be.
     """
     value = part.value
     if isinstance(value, bool):
@@ -213,7 +211,7 @@ def _bound(scope: _Translation, part: Part) -> dict[str, Any]:
     return {part.keyword: value if bound == value else bound}
 
 
-# Control characters that JSON has no short form of, and halves of characters.
+# Control characters without a short escape in JSON, and surrogates.
 _UNWRITTEN = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 _INCLUSIVE = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 
@@ -226,7 +224,7 @@ def _values(scope: _Translation, part: Part) -> dict[str, Any]:
 
 
 def _check_exact(value: Any) -> None:
-    """Raises Unenforceable for a value that llguidance would write as another one."""
+    """Raises Unenforceable if llguidance would write another value instead."""
     if isinstance(value, list):
         for each in value:
             _check_exact(each)
@@ -255,7 +253,7 @@ def _choices(scope: _Translation, part: Part) -> dict[str, Any]:
 
 
 def _items(scope: _Translation, part: Part) -> dict[str, Any]:
-    """Takes the list of `items` that `prefixItems` was before 2020."""
+    """Translates `items`. A list is what `prefixItems` is since draft 2020-12."""
     if isinstance(part.value, list):
         return {"prefixItems": [part.translated(each, str(index)) for index, each in enumerate(part.value)]}
     return {"items": part.translated(part.value)}

@@ -1,7 +1,7 @@
-"""The adapters that requests may name, and which of them the shards hold ready.
+"""The LoRA adapters that requests may name, and which of them the shards have loaded.
 
-The shards hold at most `max_loras` at once. When a request waits for another one, the least recently used that no
-running request has is evicted, and the shards read the other from its folder while steps go on.
+The shards hold at most `max_loras` at once. When a request waits for another one, the least recently used adapter
+without running requests is evicted, and the shards load the other one from its folder while steps continue.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 class Adapter:
     """An adapter that was added.
 
-    id: the name that requests give it. folder: where the shards find it. key: the name that the shards know it by; two
-    adapters that had one id, one after the other, have different keys, and so share nothing in the prefix cache.
-    digest: of its files, the same after a restart; empty if they cannot be told.
-    rank: the largest of its layers. bytes: that it takes in a shard. used: grows with every request that joins.
-    ready: the shards hold it. loading: what makes it ready.
+    id: the name that requests use. folder: the folder from which the shards load it. key: the name that the shards use.
+    If an id is removed and added again, the new adapter has another key, and so shares nothing in the prefix cache.
+    digest: digest of its files, the same after a restart; empty if the files cannot be read.
+    rank: largest rank of its layers. bytes: its size in a shard. used: logical time of the last use. ready: True while
+    the shards hold it. loading: the task that loads it.
     """
 
     id: str
@@ -44,12 +44,12 @@ class Adapter:
 class Adapters:
     """Adds and removes adapters, and decides which of them the shards hold.
 
-    on_ready: called when an adapter has become ready, or its place free. on_failure: called with an adapter that could
-    not be made ready, and the reason. in_use: returns True while the shards may compute something with an adapter.
+    on_ready: called when an adapter is ready, or another one could be loaded. on_failure: called with an adapter that
+    could not be loaded, and the error. in_use: returns True while the shards may still compute with an adapter.
     """
 
     def __init__(self, shards: ShardedClient, max_loras: int) -> None:
-        """max_loras: adapters that the shards hold at once, at most."""
+        """max_loras: maximum number of adapters that the shards hold at once."""
         self.on_ready: Callable[[], None] = lambda: None
         self.on_failure: Callable[[Adapter, RouterError], None] = lambda adapter, error: None
         self.in_use: Callable[[Adapter], bool] = lambda adapter: False
@@ -68,16 +68,16 @@ class Adapters:
         return len(self._by_id)
 
     def find(self, adapter_id: str) -> Adapter:
-        """Returns the adapter that has this id now. Raises NoSuchAdapter, which lists the known ones."""
+        """Returns the adapter with this id. Raises NoSuchAdapter, which lists the known ids."""
         adapter = self._by_id.get(adapter_id)
         if adapter is None:
             raise NoSuchAdapter(adapter_id, list(self._by_id))
         return adapter
 
     async def add(self, adapter_id: str, folder: str) -> Adapter:
-        """Has the shards read an adapter, and lets requests name it. It is held ready where there is a place left.
+        """Adds an adapter: the shards check it, and keep it loaded if they hold fewer than `max_loras`.
 
-        Raises InvalidRequest for an id that is taken, and for an adapter that does not fit the model; Unhealthy.
+        Raises InvalidRequest if the id is taken or the adapter does not fit the model, and Unhealthy.
         """
         if adapter_id in self._by_id or adapter_id in self._adding:
             raise InvalidRequest(f"there is an adapter {adapter_id!r} already; unload it first", param="lora_name")
@@ -103,18 +103,18 @@ class Adapters:
         return adapter
 
     async def remove(self, adapter_id: str) -> None:
-        """Forgets an adapter. Requests that named it before are completed. Raises NoSuchAdapter and Unhealthy."""
+        """Removes an adapter. Requests that use it already are completed. Raises NoSuchAdapter and Unhealthy."""
         adapter = self.find(adapter_id)
         del self._by_id[adapter_id]
-        adapter.used = 0  # where it is still needed, it is the first to be evicted later
+        adapter.used = 0  # if it is still in use, it will be the first to be evicted
         if adapter.ready and not self.in_use(adapter):
             self._give_up(adapter)
             await self._shards.unload_adapter(adapter.key)
 
     def prepare(self, adapter: Adapter) -> bool:
-        """Returns True if a request with the adapter may join now.
+        """Returns True if the adapter is ready, so that a request with it may join.
 
-        If not, it is made ready as soon as there is a place for it, or another one can be evicted.
+        Otherwise starts to load it, if the shards hold fewer than `max_loras` or another one can be evicted.
         """
         if adapter.ready:
             adapter.used = next(self._clock)
@@ -129,23 +129,23 @@ class Adapters:
         return adapter.ready
 
     def missing_bytes(self, places: int) -> int:
-        """Returns the memory of a shard that this many adapters need beside the held ones."""
+        """Returns the bytes that a shard needs for `places` adapters of the largest size, beside the loaded ones."""
         largest = max((each.bytes for each in self), default=0)
         return max(0, min(places, self.max_loras) * largest - sum(each.bytes for each in self._held.values()))
 
     @property
     def loading(self) -> bool:
-        """True while an adapter is made ready: requests that wait for its place, or for itself, are notified."""
+        """True while an adapter is being loaded; `on_ready` is called when that has ended."""
         return any(not each.ready for each in self._held.values())
 
     def close(self) -> None:
-        """Waits for no adapter any more."""
+        """Stops waiting for adapters that are being loaded."""
         for adapter in list(self._held.values()):
             if adapter.loading is not None:
                 adapter.loading.cancel()
 
     def _oldest(self) -> Adapter | None:
-        """Returns the least recently used adapter that the shards hold and do not need; None if there is none."""
+        """Returns the least recently used of the adapters that are ready and not in use; None if there is none."""
         idle = (each for each in self._held.values() if each.ready and not self.in_use(each))
         return min(idle, key=lambda each: each.used, default=None)
 
@@ -170,7 +170,7 @@ class Adapters:
 
 
 def _files_digest(place: str) -> str:
-    """Returns a digest of names, sizes and times of change of an adapter's files; "" if they cannot be read."""
+    """Returns a digest of the names, sizes and modification times of an adapter's files; "" if they cannot be read."""
     path = Path(place)
     try:
         files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]

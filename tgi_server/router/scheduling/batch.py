@@ -12,12 +12,12 @@ from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Tokens for which sequences that jump get blocks ahead: as many as drafts, and more than most keys of an object, have.
+# Sequences with jump-forward or drafted tokens get blocks for this many tokens ahead: more than most JSON keys have.
 _AHEAD = MOST_DRAFTED
 
 
 class WaitingQueue:
-    """Sequences by their places: the first one is served first, unless another tenant has had less."""
+    """Waiting sequences, sorted by `place`. The first is served first, unless its tenant has had more than another."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Sequence] = {}
@@ -37,14 +37,14 @@ class WaitingQueue:
         insort(self._sequences, sequence, key=_place)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Takes a sequence that was preempted, at the place that it had."""
+        """Adds a sequence that was preempted, at its former place."""
         self.add(sequence)
 
     def first(self) -> Sequence | None:
         return self._sequences[0] if self._sequences else None
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes the sequence out, if it waits."""
+        """Removes the sequence, if it waits."""
         if self._by_id.pop(sequence.id, None) is not None:
             del self._sequences[bisect_left(self._sequences, sequence.place, key=_place)]
 
@@ -56,24 +56,23 @@ def _place(sequence: Sequence) -> tuple[int, float, int]:
 class Batch:
     """The sequences that the shards hold, with their memory, and the effect of each step on them.
 
-    Steps are numbered as they are sent; every step advances each sequence past its prompt by one token. So the step at
-    which a sequence needs its next block is known in advance, without waiting for its tokens, and no sequence is looked
-    at in each step. Sequences with a grammar are the exception: they jump ahead by the tokens that the grammar forces,
-    as far as they have blocks, so they are looked at, and given some blocks ahead. So are all where shards speculate.
+    Steps are numbered as they are sent; each advances every sequence past its prompt by one token. So the step at which
+    a sequence needs its next block is known in advance, and no step looks at all sequences. Except sequences with a
+    grammar, and all if the shards speculate: a step may advance these by several tokens, so each step looks at them.
 
-    id: the batch's, in calls to the shards. step: the number of the next step. answered: of the last one whose tokens
-    are known. filter_due: the shards hold sequences that have left.
+    id: the batch id in calls to the shards. step: number of the next step. answered: number of the last step whose
+    tokens are known. filter_due: True if the shards hold sequences that have left.
     """
 
     def __init__(self, memory: Memory, *, whole_images: bool = False) -> None:
-        """whole_images: no step may compute a part of an image."""
+        """whole_images: True if each image has to be computed in one step."""
         self.memory = memory
         self._whole_images = whole_images
         self.id = 0
         self.reset()
 
     def reset(self) -> None:
-        """Starts another batch, an empty one, once the shards have forgotten this one and all that is cached."""
+        """Starts a new, empty batch, after the shards have lost this one and all cached prefixes."""
         self.id += 1
         self.step = 1
         self.answered = 0
@@ -101,29 +100,29 @@ class Batch:
         return list(self._members)
 
     def prefilling(self) -> list[Sequence]:
-        """Returns the sequences whose known tokens have not all been computed."""
+        """Returns the sequences that still prefill: some of their known tokens have not been computed."""
         return list(self._prefilling.values())
 
     @property
     def replies(self) -> int:
-        """The number of sequences past their prompt."""
+        """Number of sequences past their prompt."""
         return len(self._members) - len(self._prefilling)
 
     def decoding(self) -> bool:
-        """Returns True if the next step may yield tokens of sequences past their prompt: if they have not ended."""
+        """Returns True if the next step may yield a token of a sequence past its prompt: if one may still grow."""
         return any(
             sequence.first_step is not None and sequence.last_step >= self.step for sequence in self._members.values()
         )
 
     def uses(self, adapter: Adapter) -> bool:
-        """Returns True while a sequence, or a step that has been sent, needs the adapter."""
+        """Returns True while a sequence, or a step that has not been answered, uses the adapter."""
         if self._left_at.get(adapter, 0) > self.answered:
             return True
         self._left_at.pop(adapter, None)
         return any(sequence.adapter is adapter for sequence in self._members.values())
 
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
-        """Lets a sequence join, if it can have the blocks of its known tokens. budget: tokens that it may take."""
+        """Adds a sequence if memory has room for its known tokens. budget: maximum number of new KV slots for it."""
         verdict = self.memory.admit(sequence, budget)
         if verdict is Verdict.ADMITTED:
             self._members[sequence.id] = sequence
@@ -131,9 +130,9 @@ class Batch:
         return verdict
 
     def compute(self, sequence: Sequence, budget: int) -> int:
-        """Has the next step compute known tokens of the sequence. Returns how many: `budget`, or what is left.
+        """Has the next step compute known tokens of the sequence. Returns how many.
 
-        Models without KV blocks compute all at once, whatever the budget; some models, all of an image.
+        At most `budget`, but models without KV blocks compute all tokens at once, and some models whole images.
         """
         tokens = min(sequence.remaining, budget) if self.memory.chunks else sequence.remaining
         if self._whole_images and sequence.request.images:
@@ -148,10 +147,10 @@ class Batch:
         return tokens
 
     def growing(self) -> list[Sequence]:
-        """Returns the sequences that need a block more for the next step."""
+        """Returns the sequences that need one more block for the next step."""
         size = self.memory.block_size
         filling = (sequence for sequence in self._full_at.get(self.step, ()) if sequence in self)
-        # A sequence that was preempted meanwhile is here twice, or too early.
+        # A sequence that was preempted meanwhile may be listed twice, or for a step that is too early.
         full = {
             sequence.id: sequence
             for sequence in filling
@@ -160,27 +159,27 @@ class Batch:
         return [*self._short_of(0), *full.values()]
 
     def closable(self) -> list[Sequence]:
-        """Returns the sequences whose grammars may have to end their texts soon."""
+        """Returns the sequences whose grammar has to complete the text before the deadline, and is not yet doing so."""
         return [sequence for sequence in self._jumping.values() if sequence.closes and not sequence.closing]
 
     def jumping(self) -> list[Sequence]:
-        """Returns the sequences that may soon have a use for a block more."""
+        """Returns the sequences that drafts or jump-forward tokens may soon advance beyond their blocks."""
         return self._short_of(_AHEAD)
 
     def grow(self, sequence: Sequence) -> int:
-        """Gives the sequence a block more. Returns the block."""
+        """Gives the sequence one more block. Returns the block."""
         block = self.memory.grow(sequence)
         self._await_full(sequence)
         return block
 
     def sent(self) -> None:
-        """Notes that the next step has been sent."""
+        """Records that the next step has been sent."""
         self._full_at.pop(self.step, None)
         self.step += 1
         self.memory.sent()
 
     def leave(self, sequence: Sequence, *, dropped_by_shards: bool = False) -> None:
-        """Takes the sequence out, if it is there, with what it holds. Tokens that are on their way are ignored."""
+        """Removes the sequence, if it is there, and frees its memory. Its tokens of steps in flight will be ignored."""
         if self._remove(sequence):
             self.filter_due |= not dropped_by_shards
             try:
@@ -190,7 +189,7 @@ class Batch:
                 self.memory.rebuild(self)
 
     def disown(self, sequence: Sequence) -> None:
-        """Takes out a sequence whose blocks and progress are not certain, and drops all of it."""
+        """Removes a sequence whose state may be inconsistent, and rebuilds the block allocator without it."""
         self.filter_due |= self._remove(sequence)
         self.memory.rebuild(self)
 
@@ -209,10 +208,9 @@ class Batch:
         return True
 
     def _short_of(self, tokens: int) -> list[Sequence]:
-        """Returns the jumping sequences without blocks for the next step and `tokens` tokens more.
+        """Returns the jumping sequences that lack blocks for the next step and `tokens` further tokens.
 
-        Each step that is not answered yet adds one token for certain. What a grammar or a draft adds besides fits into
-        the blocks that the sequence had when the step was planned.
+        Unanswered steps add one token each. Grammars and drafts add more only as far as the blocks of that time reach.
         """
         size = self.memory.block_size
         if not size:
@@ -226,7 +224,7 @@ class Batch:
         return short
 
     def _await_full(self, sequence: Sequence) -> None:
-        """Notes at which step the sequence's blocks are full, if it runs for so long."""
+        """Records the step at which the sequence's blocks are full, if it can run for so long."""
         size = self.memory.block_size
         step = sequence.full_step(size) if size and not sequence.jumps else None
         if step is not None:

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Blocks 1 .. `blocks`; 0 is the shards' own.
+    """KV blocks 1 .. `blocks`; the shards use block 0 themselves.
 
-    `users` counts the sequences that hold a block, `cached` how often the prefix cache does. A block is in use while a
-    sequence holds it, idle while only the cache does, and otherwise free.
+    users: number of sequences that hold each block. cached: how often the prefix cache holds each block. A block is in
+    use while a sequence holds it, idle while only the cache holds it, and free otherwise.
     """
 
     def __init__(self, blocks: int, held: Counter[int] | None = None) -> None:
-        """held: how many sequences hold each block; none of them is cached."""
+        """held: number of sequences that hold each block; no block is cached."""
         held = held or Counter()
         self.size = blocks
         self.users = [held[block] for block in range(blocks + 1)]
@@ -26,7 +26,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that sequences can get: free ones, and idle ones once the cache gives them up."""
+        """Number of blocks that sequences can get: free ones, and idle ones, which the cache has to evict first."""
         return len(self._free) + self.idle
 
     @property
@@ -34,7 +34,7 @@ class BlockPool:
         return self.size - self.available
 
     def take(self, blocks: int) -> list[int]:
-        """Returns free blocks, now in use once each. The caller has made sure that there are enough."""
+        """Takes free blocks for one sequence. Returns them. There have to be enough."""
         if blocks == 0:
             return []
         taken = self._free[-blocks:]
@@ -45,7 +45,7 @@ class BlockPool:
         return taken
 
     def use(self, blocks: Iterable[int]) -> None:
-        """Notes that one more sequence holds each of these; they are in use or idle."""
+        """Adds one sequence to the users of each block. The blocks have to be in use or idle."""
         users = self.users
         for block in blocks:
             if users[block] == 0:
@@ -53,7 +53,7 @@ class BlockPool:
             users[block] += 1
 
     def release(self, blocks: Iterable[int]) -> list[int]:
-        """Notes that one sequence fewer holds each of these blocks. Returns the blocks that became idle."""
+        """Removes one sequence from the users of each block. Returns the blocks that became idle."""
         users, cached = self.users, self.cached
         idle = []
         for block in blocks:
@@ -67,13 +67,13 @@ class BlockPool:
         return idle
 
     def cache(self, blocks: Iterable[int]) -> None:
-        """Notes that the prefix cache holds each of these once more; they are in use, or in the cache already."""
+        """Counts one more reference of the prefix cache to each block. The blocks have to be in use or cached."""
         cached = self.cached
         for block in blocks:
             cached[block] += 1
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Notes that the prefix cache holds each of these once less; the last holder frees a block."""
+        """Counts one reference less of the prefix cache to each block. Blocks without a holder become free."""
         users, cached = self.users, self.cached
         for block in blocks:
             cached[block] -= 1
@@ -82,7 +82,7 @@ class BlockPool:
                 self._free.append(block)
 
     def check(self, held: Counter[int], cached: Counter[int]) -> None:
-        """Compares the counts with what sequences and cache say that they hold. Raises AssertionError."""
+        """Raises AssertionError if the counts differ from what the sequences and the prefix cache hold."""
         for name, counts, holders in (("users", self.users, held), ("cached", self.cached, cached)):
             booked = Counter({block: count for block, count in enumerate(counts) if count})
             assert booked == holders, f"{name}: booked but not held: {booked - holders}; not booked: {holders - booked}"

@@ -1,4 +1,4 @@
-"""The scheduler's calls to the shards as messages of `generate.proto`."""
+"""Builds the messages of `generate.proto` for the scheduler's calls to the shards."""
 
 from collections.abc import Iterable
 
@@ -16,9 +16,9 @@ from tgi_server.wire import (
 
 
 def request_message(request: PreparedRequest, adapter_key: str = "") -> pb.Request:
-    """Returns everything about a request that does not change while it is scheduled, but for its grammar and images.
+    """Returns a message with the fields of a request that never change, except its grammar and images.
 
-    adapter_key: the name that the shards know its adapter by; empty: it has none.
+    adapter_key: the key of its adapter in the shards; empty: it has none.
     Raises ValueError, TypeError or OverflowError for a value that the message cannot hold.
     """
     options = request.options
@@ -47,7 +47,7 @@ def complete_request(
     snapshot: int,
     closing: bool = False,
 ) -> None:
-    """Adds what a request has, or has become, when it joins the shards' batch."""
+    """Sets the fields of a request that depend on its state when it joins the shards' batch."""
     message.generated_ids[:] = generated_ids
     message.block_ids[:] = block_ids
     message.cached_tokens = cached_tokens
@@ -70,10 +70,12 @@ def prefill_call(
     decode: bool,
     closing: Iterable[int] = (),
 ) -> pb.Call:
-    """joining: messages, and grammars and images, which may be long: there is a copy of these only while it is sent.
+    """Returns the call of a step that computes prompt tokens.
 
-    chunks: request ids and tokens to compute. grants: request ids and blocks. saves: states to copy into snapshots.
-    closing: requests whose grammars are to end their texts.
+    joining: message, grammar and images of each request that joins the batch. Grammars and images may be large, and are
+    copied into the call only. chunks: request ids and numbers of tokens to compute. grants: request ids and blocks.
+    saves: states to copy into snapshots. decode: True if the other sequences advance by a token. closing: ids of
+    requests whose grammars have to complete their texts.
     """
     messages = list(joining)
     call = pb.Call(
@@ -110,7 +112,7 @@ def filter_call(batch_id: int, keep: Iterable[int]) -> pb.Call:
 
 
 def clear_call() -> pb.Call:
-    """Returns the call that makes the shards forget whatever batch they hold."""
+    """Returns the call that makes the shards drop all batches."""
     return pb.Call(clear_cache=pb.ClearCacheRequest())
 
 

@@ -1,6 +1,6 @@
-"""The deadlines of requests: an alarm at the next one, and who will miss one, by what steps have cost lately.
+"""The deadlines of requests: a forecast of which requests miss theirs, from recent steps, and an alarm at the next one.
 
-A request that surely comes too late is refused at once.
+A request that would certainly miss its deadline is refused at once.
 """
 
 import asyncio
@@ -14,34 +14,34 @@ from tgi_server.router.limits import Limits
 from tgi_server.router.scheduling.pace import Average, StepTimes
 from tgi_server.router.scheduling.sequence import Sequence
 
-# An answer is expected to be at least as long as the shortest tenth of recent ones.
+# An answer is expected to be as long as the first decile of recent ones, as a share of its maximum length.
 _RECENT_ANSWERS, _SHORT_SHARE = 64, 10
-# Averages are of about this many; the last ones count most.
+# Number of measurements in the moving averages; the last ones count most.
 _RECENT_STEPS, _RECENT_PROMPTS = 64, 32
-# One step counts at most as this many times the average: a machine may stand still for seconds.
+# A step counts as at most this many times the average: a machine may stand still for seconds.
 _LONGEST_STEP = 20.0
-# Estimates are right to a few percent. For one that cannot be relied on, seconds.
+# Estimates are right to a few percent. Margins: as a share of the time, and in seconds.
 _MARGIN, _MARGIN_S = 0.05, 0.02
-# Machines are slower for seconds, and in an overload all that wait would then be late together. To have a few wait less
-# costs nothing: the batch stays full.
+# A machine may be slower for some seconds, and in an overload all waiting requests would then be late together. To
+# refuse some more requests costs nothing: the batch stays full.
 _QUEUE_MARGIN = 0.15
-# Where requests are late nevertheless, the margin grows with each of them, and shrinks with each that is in time.
+# The margin grows with each request that is late nevertheless, and shrinks with each that is in time.
 _LARGEST_MARGIN, _MORE_MARGIN, _CALMER = 0.3, 0.02, 0.99
-# After so long without a step, in seconds, the machine may have become faster; only an accepted request can show it.
+# After this many seconds without a step, the machine may have become faster; only an accepted request can show it.
 _VALID_S = 10.0
-# Steps in which most texts can be ended, each with a token at the least; and the largest share of the time for them.
+# Number of steps in which most texts can be completed; and the maximum share of a request's time for them.
 _CLOSING_STEPS, _CLOSING_SHARE = 30, 0.25
 
 
 class Forecast:
-    """Estimates the times of requests from measured steps. As long as there are none, every request is in time."""
+    """Estimates how long requests take, from measured steps. Before the first step, every request counts as in time."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._times = StepTimes(partial(Average, _RECENT_STEPS))
         self._steps = Average(_RECENT_STEPS)  # seconds of steps that continue replies
-        self._fresh_share = Average(_RECENT_PROMPTS)  # the share of prompt tokens that were not cached
-        self._fresh_tokens = Average(_RECENT_PROMPTS)  # of a prompt
+        self._fresh_share = Average(_RECENT_PROMPTS)  # share of prompt tokens that were not cached
+        self._fresh_tokens = Average(_RECENT_PROMPTS)  # tokens of a prompt that were not cached
         self._answer_tokens = Average(_RECENT_ANSWERS)
         self._lengths = deque[float](maxlen=_RECENT_ANSWERS)
         self._length = 0.0
@@ -50,11 +50,11 @@ class Forecast:
 
     @property
     def token_s(self) -> float | None:
-        """The seconds that a prompt token takes to compute; None as long as that has not been measured."""
+        """Seconds to compute a prompt token; None before it has been measured."""
         return self._times.token_s
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float, now: float) -> None:
-        """Notes a step's duration, the replies that it continued, and the prompt tokens that it computed."""
+        """Records a step's duration, the number of replies that it continued, and of prompt tokens that it computed."""
         self._measured_at = now
         decode_s, token_s = self._times.decode_s(max(replies, 1)), self._times.token_s
         known = decode_s is not None and (token_s is not None or not prompt_tokens)
@@ -64,43 +64,43 @@ class Forecast:
             self._steps.add(seconds)
 
     def began(self, sequence: Sequence) -> None:
-        """Notes how much of a prompt was cached."""
+        """Records how much of a prompt was cached."""
         fresh = sequence.prompt_tokens - sequence.cached
         self._fresh_share.add(fresh, sequence.prompt_tokens)
         self._fresh_tokens.add(fresh)
 
     def ended(self, sequence: Sequence) -> None:
-        """Notes the length of an answer that ended as it should, as a share of what it might have been."""
+        """Records the length of a complete answer, as a share of its maximum length, and lowers the margin."""
         self._margin = max(_QUEUE_MARGIN, _CALMER * self._margin)
         self._answer_tokens.add(sequence.generated)
         self._lengths.append(sequence.generated / sequence.most_generated)
         self._length = sorted(self._lengths)[len(self._lengths) // _SHORT_SHARE]
 
     def missed(self) -> None:
-        """Notes that a request was accepted that cannot be in time: steps vary more than was allowed for."""
+        """Records that a request was accepted but will be late, and raises the margin."""
         self._margin = min(_LARGEST_MARGIN, self._margin + _MORE_MARGIN)
 
     def seconds_too_late(
         self, sequence: Sequence, ahead: Iterable[Sequence], running: Collection[Sequence], now: float
     ) -> float:
-        """Returns by how much a request surely misses its deadline; 0 if it may be in time.
+        """Returns the seconds by which a request certainly misses its deadline; 0 if it may be in time.
 
-        ahead: are served before it. running: are not preempted for it.
+        ahead: waiting requests that are served before it. running: requests that are not preempted for it.
         """
         request, ahead = sequence.request, list(ahead)
         sure = self._is_sure(now, len(ahead) + len(running))
         if not isfinite(min(request.deadline, request.first_token_by)) or not sure:
             return 0.0
         crowded = len(running) + len(ahead) + 1 >= self._limits.max_batch_size
-        # In an overload the queue grows until the last one is just about in time. So that all are, it has to be safe.
+        # In an overload the queue grows until its last request is just about in time: there has to be a safety margin.
         margin = -self._margin if ahead else _MARGIN
         return self._too_late(sequence, self._seconds_to_join(ahead, running), now, margin, crowded=crowded)
 
     def is_hopeless(self, sequence: Sequence, now: float, others: int) -> bool:
         """Returns True if a waiting request would be too late even if it joined now.
 
-        others: number of running and waiting ones. If they fill the batch, they slow the request down, and one that was
-        late would have cost them time in vain, so the estimate alone decides.
+        others: number of other running and waiting requests. If they fill the batch, there is no margin: a request that
+        is late slows the others down for nothing.
         """
         if not self._is_sure(now, others):
             return False
@@ -108,14 +108,17 @@ class Forecast:
         return self._too_late(sequence, 0.0, now, 0.0 if crowded else _MARGIN, crowded=crowded) > 0
 
     def _too_late(self, sequence: Sequence, waits_s: float, now: float, margin: float, *, crowded: bool) -> float:
-        """Returns by how much a request misses its deadline that joins in `waits_s`, and a margin; 0 if it does not."""
+        """Returns the seconds by which a request that joins in `waits_s` misses its deadline; 0 if it may be in time.
+
+        margin: share of the time left by which it has to be late.
+        """
         request = sequence.request
         first_s = waits_s + self._prompt_s(sequence)
         last_s = first_s if sequence.ends_early else first_s + self._answer_s(sequence, crowded=crowded)
         return max(_late(first_s, request.first_token_by - now, margin), _late(last_s, request.deadline - now, margin))
 
     def is_pressing(self, sequence: Sequence, now: float) -> bool:
-        """Returns True if a waiting request would be too late if it waited for `max_waiting_tokens` steps more."""
+        """Returns True if a waiting request would be too late after waiting for another `max_waiting_tokens` steps."""
         deadline = min(sequence.request.deadline, sequence.request.first_token_by)
         if not isfinite(deadline) or self._times.decode_s(1) is None:
             return False
@@ -125,24 +128,24 @@ class Forecast:
         return now + steps + own + _MARGIN_S > deadline
 
     def can_wait(self, sequence: Sequence, now: float) -> bool:
-        """Returns False if a request is just about in time, so that no other should pass it."""
+        """Returns False if a request can just about be in time, so that no other should overtake it."""
         own = self._prompt_s(sequence)
         own += 0.0 if sequence.ends_early else self._answer_s(sequence, crowded=False)
         left = min(sequence.request.deadline, sequence.request.first_token_by) - now
         return not own <= left <= own * (1 + _QUEUE_MARGIN) + _MARGIN_S
 
     def has_to_close(self, sequence: Sequence, now: float) -> bool:
-        """Returns True if the grammar of a request has to begin to end the text now to be in time."""
+        """Returns True if the grammar of a request has to start completing the text now to meet the deadline."""
         given_s = sequence.request.deadline - sequence.submitted_at
         closing_s = min(_CLOSING_STEPS * (self._steps.value or 0.0), _CLOSING_SHARE * given_s)
         return sequence.deadline - now <= closing_s
 
     def _is_sure(self, now: float, others: int) -> bool:
-        """Returns True if steps have been measured, lately if no other requests run or wait."""
+        """Returns True if estimates are reliable: steps were measured, recently if no other requests run or wait."""
         return self._times.decode_s(1) is not None and (others > 0 or now - self._measured_at <= _VALID_S)
 
     def _seconds_to_join(self, ahead: Iterable[Sequence], running: Collection[Sequence]) -> float:
-        """Returns how long it takes until all those ahead have a place, and there is one more."""
+        """Returns the seconds until all requests ahead have joined the batch and there is room for one more."""
         places = [self._tokens_left(each) for each in running]
         free = self._limits.max_batch_size - len(places)
         places += [0.0] * max(0, free)
@@ -157,7 +160,7 @@ class Forecast:
         return places[0] * self._step_s(min(crowd + 1, self._limits.max_batch_size)) + prompts * token_s
 
     def _answer_s(self, sequence: Sequence, *, crowded: bool) -> float:
-        """Returns how long its answer takes. crowded: others join meanwhile, and their prompts take time, too."""
+        """Returns the seconds that an answer takes. crowded: True if other requests join meanwhile and take time."""
         if not crowded:
             return self._tokens_left(sequence) * self._step_s(1)
         places = self._limits.max_batch_size
@@ -165,7 +168,7 @@ class Forecast:
 
     @property
     def _joining_s(self) -> float:
-        """The time of one prompt, divided among the tokens of one answer: so much longer is a step for each place."""
+        """Seconds of prompts per step and place in a full batch: a prompt's time divided by the tokens of an answer."""
         tokens = self._answer_tokens.value
         return (self._fresh_tokens.value or 0.0) * (self._times.token_s or 0.0) / tokens if tokens else 0.0
 
@@ -176,7 +179,7 @@ class Forecast:
         return max(1.0, self._length * sequence.most_generated - sequence.generated)
 
     def _fresh(self, sequence: Sequence) -> float:
-        """Returns how many tokens of its prompt are to be computed."""
+        """Returns the expected number of prompt tokens that still have to be computed."""
         if sequence.started and sequence.remaining == 0:
             return 0.0
         return sequence.remaining * (1.0 if sequence.started else self._fresh_share.value or 0.0)
@@ -186,18 +189,18 @@ class Forecast:
 
 
 def _late(seconds: float, left: float, margin: float) -> float:
-    """Returns by how much `seconds` is more than what is left, and a margin of it; 0 if it is not."""
+    """Returns by how much `seconds` exceeds `left`; 0 unless it does by more than `margin`, a share of `left`."""
     return max(seconds - left, _MARGIN_S) if left < inf and seconds > left * (1 + margin) else 0.0
 
 
 class DeadlineAlarm:
-    """Calls `expire` when the next deadline comes, also while the shards compute one long step.
+    """Calls `expire` at the next deadline, even while the shards compute one long step.
 
-    A request that has ended may still cause a call.
+    The deadline of a request that has ended may still cause a call.
     """
 
     def __init__(self, expire: Callable[[], None], clock: Callable[[], float]) -> None:
-        """clock: in seconds; deadlines are times of this clock."""
+        """clock: returns seconds; deadlines are times of this clock."""
         self._expire = expire
         self._clock = clock
         self._next = inf  # no deadline is earlier
@@ -205,18 +208,18 @@ class DeadlineAlarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Sets timers from now on."""
+        """Starts to set timers on the event loop."""
         self._loop = loop
         self._set()
 
     def stop(self) -> None:
-        """Sets no more timers."""
+        """Cancels the timer and sets no more."""
         self._loop = None
         if self._timer is not None:
             self._timer.cancel()
 
     def add(self, deadline: float) -> None:
-        """Notes the deadline of one more request."""
+        """Adds the deadline of a request."""
         if deadline < self._next:
             self._next = deadline
             self._set()
@@ -226,7 +229,7 @@ class DeadlineAlarm:
         return now >= self._next
 
     def reset(self, deadlines: Iterable[float]) -> None:
-        """Notes the deadlines of all requests that are left."""
+        """Replaces all deadlines by those of the remaining requests."""
         self._next = min(deadlines, default=inf)
         self._set()
 

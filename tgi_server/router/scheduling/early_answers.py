@@ -1,8 +1,8 @@
 """Early answers: beginnings of answers that are generated in the background, before a request for them arrives.
 
-The message that the shards get determines the tokens of a request. If a request has the same message as an earlier one,
-it therefore has the same tokens and log-probabilities. It gets the tokens that are known at once, and continues from
-there like a sequence that was preempted after them.
+The message that the shards get determines the tokens of a request. So a request with the same message as an earlier one
+has the same tokens and log-probabilities. It gets the known tokens at once, and continues from there like a sequence
+that was preempted after them.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class EarlyAnswers:
         return self._beginning.get(request_id)
 
     def leave(self, sequence: Sequence) -> None:
-        """Notes that the request has ended."""
+        """Removes a request that has ended."""
         self._beginning.pop(sequence.id, None)
 
     def forget(self, namespace: str) -> None:

@@ -11,10 +11,10 @@ from tgi_server.wire import grammar_to_message
 
 
 class PinnedGrammars:
-    """Has the shards compile grammars and keep them for as long as a request needs them.
+    """Has the shards compile grammars and keep them while requests need them.
 
-    A request needs its grammar for as long as anything refers to the object. The shards learn that they may forget
-    it when the next one is compiled, which is when they need the room.
+    A grammar is needed for as long as its Python object is referenced. The shards are told to release it with the next
+    grammar to compile, as they need the memory only then.
     """
 
     def __init__(self, shards: ShardedClient) -> None:
@@ -22,12 +22,12 @@ class PinnedGrammars:
         self._pins = count(1)
 
     async def compile(self, grammar: Grammar, client: str) -> tuple[str, ...]:
-        """Has the grammar compiled. Returns the constraints that are left to the model, each as a line.
+        """Compiles a grammar on all shards. Returns one line for each constraint that is left to the model.
 
-        client: whose turn it takes.
+        client: the client's name: the shards compile grammars of different clients in turn.
 
-        Raises InvalidRequest that says why the grammar cannot be used, Overloaded when the shards cannot compile it
-        now, and GenerationFailed when they do not answer.
+        Raises InvalidRequest if the grammar cannot be used, Overloaded if the shards cannot compile it now, and
+        GenerationFailed if they do not answer.
         """
         pin = next(self._pins)
         try:

@@ -1,4 +1,4 @@
-"""The check whether the shards still compute."""
+"""Checks that the shards still compute."""
 
 import asyncio
 
@@ -11,10 +11,10 @@ HEALTH_SECONDS = 10.0
 
 
 class HealthCheck:
-    """Has the shards compute something; checks that come together share one call.
+    """Has the shards compute something. Concurrent checks share one call.
 
-    Shards that compute a step get the call late, so the step's response counts, too. Shards that answer the call, but
-    owe the response to a step for as long as a check may take, have lost the step.
+    Shards handle the call only after the step that they compute, so the step's response counts as well. If shards
+    answer the call but have not answered a step for HEALTH_SECONDS, they have lost the step.
     """
 
     def __init__(self, scheduler: Scheduler, shards: ShardedClient) -> None:
@@ -23,7 +23,7 @@ class HealthCheck:
         self._running: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
-        """Raises Unhealthy."""
+        """Checks the shards. Raises Unhealthy."""
         if self._running is None or self._running.done():
             self._running = asyncio.ensure_future(self._check())
         await asyncio.shield(self._running)

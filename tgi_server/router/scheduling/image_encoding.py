@@ -1,4 +1,4 @@
-"""Encodes images between steps, before the requests that have them are queued."""
+"""Encodes images between steps, before their requests are queued."""
 
 import asyncio
 import logging
@@ -15,19 +15,19 @@ from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Images that the shards computed last. They mostly have these still, so their pixels, megabytes, are not sent at once.
+# Number of latest images that the shards probably still have. Their pixels, megabytes, are sent only if they do not.
 _RECENT = 1024
 
 
 class ImageShards(Protocol):
-    """The part of the client of the shards that computes images."""
+    """The part of `ShardedClient` that encodes images."""
 
     async def encode_images(self, images: Iterable[Image], target_gap_ms: float) -> None:
-        """Raises InvalidRequest, or RouterError if the shards are not there."""
+        """Encodes images. Raises InvalidRequest for an unusable image, and RouterError if the shards do not answer."""
 
 
 class ImageEncoding:
-    """Has the shards compute the images of requests, each image once, however many requests have it."""
+    """Has the shards encode the images of requests, once per image, even if several requests have it."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class ImageEncoding:
         target_gap_ms: float,
         metrics: ImageMetrics,
     ) -> None:
-        """ready: called with each sequence whose images are computed. failed: with one whose images cannot be.
+        """ready: called with each sequence whose images are encoded. failed: called if its images cannot be encoded.
 
-        target_gap_ms: between two tokens of a reply that runs meanwhile; 0: the shards' default.
+        target_gap_ms: target for the time between two tokens of other requests meanwhile; 0: the shards' default.
         """
         self._shards = shards
         self._metrics = metrics
@@ -55,7 +55,7 @@ class ImageEncoding:
 
     @property
     def running(self) -> bool:
-        """True while the shards compute an image."""
+        """True while the shards encode an image."""
         return bool(self._images)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -66,12 +66,12 @@ class ImageEncoding:
         return None if found is None else found[0]
 
     def begin(self, sequence: Sequence, images: Iterable[Image]) -> None:
-        """Has the images computed; then the sequence is ready."""
+        """Starts to encode the images. `ready` or `failed` is called at the end."""
         waiting = asyncio.get_running_loop().create_task(self._wait(sequence, list(map(self._task, images))))
         self._sequences[sequence.id] = sequence, waiting
 
     def leave(self, sequence: Sequence) -> None:
-        """Forgets a sequence, if it is there. An image that is being computed may be of use to others."""
+        """Removes a sequence, if it is there. Its images are still encoded: other requests may have them, too."""
         found = self._sequences.pop(sequence.id, None)
         if found is not None:
             found[1].cancel()

@@ -6,22 +6,22 @@ from hashlib import shake_128
 
 from tgi_server.contract import Image
 
-# Tokens of an image that is computed in one step, beside all others that a step may have.
+# Maximum number of tokens of an image that has to be computed in one step.
 MOST_WHOLE = 1536
 _WIDTH = 4  # bytes of a token
-# Of an image, what its size does not depend on. Without it the message of an image is small.
+# The tensor with an image's pixels, which nothing but their computation needs. Without it the message is small.
 _PIXELS = "pixel_values"
 
 
 class ImagePlaces:
-    """The images of one prompt, in the order of their tokens, and which tokens are theirs."""
+    """The images of one prompt, in order, and the positions of their tokens."""
 
     def __init__(self, images: Sequence[Image]) -> None:
         self._images = images
         self._keys = [(image.start * _WIDTH, _keys_of(image)) for image in images]
 
     def keyed(self, text: bytes) -> bytes:
-        """Returns the first tokens of the prompt, 4 bytes each, with what images show in the places of their tokens."""
+        """Returns `text`, the prompt's first tokens, 4 bytes each, with image digests in place of image tokens."""
         if not self._keys:
             return text
         keyed = bytearray(text)
@@ -30,19 +30,19 @@ class ImagePlaces:
         return bytes(keyed)
 
     def outside(self, tokens: int) -> int:
-        """Returns how many of the first tokens there are before the image that `tokens` ends in, if it ends in one."""
+        """Returns the largest number of first tokens, at most `tokens`, that does not end inside an image."""
         inside = (image.start for image in self._images if image.start < tokens < image.start + image.length)
         return next(inside, tokens)
 
     def whole(self, start: int, tokens: int) -> int:
-        """Returns how many tokens to compute from `start` on, about `tokens`, so that no image is cut."""
+        """Returns how many tokens to compute from `start` on, about `tokens`, so that no image is split."""
         end = self.outside(start + tokens)
         if end <= start:
             end = next(image.start + image.length for image in self._images if image.start == end)
         return end - start
 
     def messages(self, cached: int) -> list[Image]:
-        """Returns the images for the shards, those within the first `cached` tokens without their pixels."""
+        """Returns the images for the shards; images within the first `cached` tokens come without pixels."""
         return [
             replace(image, tensors=tuple(tensor for tensor in image.tensors if tensor.name != _PIXELS))
             if image.start + image.length <= cached
@@ -52,7 +52,7 @@ class ImagePlaces:
 
 
 def _keys_of(image: Image) -> bytes:
-    """Returns numbers instead of an image's tokens: others for each image, and none that is a token."""
+    """Returns numbers that replace an image's tokens, 4 bytes each: derived from its digest, and never token ids."""
     size = image.length * _WIDTH
     keys = int.from_bytes(shake_128(image.digest).digest(size), "little")
     return (keys | int.from_bytes(b"\0\0\0\x80" * image.length, "little")).to_bytes(size, "little")

@@ -1,8 +1,7 @@
-"""Lends KV blocks and snapshots of states to the shards, which write them into files or read files into them.
+"""Lends KV blocks and state snapshots to the shards, which write them to files or read files into them.
 
-The shards do this while they compute the steps of other requests, so nothing else may use what is lent. They begin only
-when all steps that were sent before have been answered, because these may still write into blocks that were granted to
-other sequences.
+The shards do this while they compute steps, so no sequence may use lent blocks meanwhile. They begin only when all
+steps that were sent before have been answered: these may still write to the blocks for their former sequences.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -12,15 +11,15 @@ from tgi_server.router.scheduling.memory import PagedMemory
 
 
 class Lending:
-    """Lends parts of the memory of a batch, and takes them back.
+    """Lends blocks and snapshots of a batch's memory, and takes them back.
 
-    on_change: to be called when blocks are free again.
+    on_change: for the borrower to call when blocks are free again.
     """
 
     def __init__(
         self, batch: Batch, next_response: Callable[[], Awaitable[None]], on_change: Callable[[], None]
     ) -> None:
-        """next_response: returns when a step has been answered."""
+        """next_response: waits until a step has been answered."""
         assert isinstance(batch.memory, PagedMemory)
         self.memory = batch.memory
         self.on_change = on_change
@@ -29,19 +28,19 @@ class Lending:
 
     @property
     def batch_id(self) -> int:
-        """The id of the running batch; with another one, the shards have forgotten all that was cached."""
+        """The id of the running batch. A new id means that the shards have lost all cached prefixes."""
         return self._batch.id
 
     def lend(self, blocks: Iterable[int], snapshot: int = 0) -> None:
-        """Keeps cached blocks, and a snapshot unless that is 0, as they are until they are given back."""
+        """Protects cached blocks from changes until `give_back`, and so a snapshot unless that is 0."""
         self.memory.lend(blocks)
         if snapshot and self.memory.snapshots is not None:
             self.memory.snapshots.lend(snapshot)
 
     def lend_free(self, number: int, *, with_snapshot: bool, known: int, cached: int) -> tuple[list[int], int] | None:
-        """Returns blocks, and a snapshot or 0, to read into; None if that leaves no room for their sequence.
+        """Returns free blocks to read into, and a snapshot or 0; None if that would leave no room for their sequence.
 
-        known: the tokens of that. cached: its blocks that are in memory.
+        number: how many blocks. known: number of known tokens of the sequence. cached: number of its blocks in memory.
         """
         memory = self.memory
         spare = -(-known // memory.block_size) - cached - number + len(self._batch)
@@ -59,7 +58,7 @@ class Lending:
             self.memory.snapshots.give_back(snapshot)
 
     async def settled(self, batch_id: int) -> bool:
-        """Waits until all steps that were sent are answered. Returns False if the shards have forgotten the batch."""
+        """Waits until all steps sent so far are answered. Returns False if the shards have lost the batch meanwhile."""
         batch, sent = self._batch, self._batch.step - 1
         while batch.id == batch_id and batch.answered < sent:
             await self._next_response()

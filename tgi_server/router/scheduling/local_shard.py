@@ -10,19 +10,19 @@ import grpc
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.scheduling.shard_client import ShardClient
 
-# As many grammars as a shard compiles at once, each in a thread.
+# Maximum number of grammars that are compiled at once, each in a thread, as in a shard's process.
 _GRAMMAR_CALLS = 256
 
 
 class LocalShard(ShardClient):
-    """Calls services of this process instead of stubs.
+    """Calls the services of a shard in this process directly, instead of gRPC stubs.
 
-    A step is computed on the event loop, which responds to nothing meanwhile, as in a shard's process.
+    A step blocks the event loop while it is computed, as in a shard's process.
     """
 
     def __init__(self, service: Any, grammars: Any) -> None:
-        """service, grammars: a TextGenerationServiceServicer whose methods are coroutines, and a GrammarServiceServicer
-        whose methods are functions that wait.
+        """service: a TextGenerationServiceServicer with coroutines. grammars: a GrammarServiceServicer with blocking
+        methods.
         """
         self.rank = 0
         self._released: list[int] = []
@@ -38,7 +38,7 @@ class LocalShard(ShardClient):
 
 
 class _Context:
-    """Stands for gRPC's context towards a service. The call ends with `abort`, or when its caller has gone."""
+    """Replaces gRPC's context of a call. gone: done when the caller no longer waits."""
 
     def __init__(self) -> None:
         self.gone: Future[None] = Future()
@@ -51,7 +51,7 @@ class _Context:
 
 
 class _Stub:
-    """The methods of the generation service, as a stub has them."""
+    """The methods of the generation service, with the signatures of a gRPC stub."""
 
     def __init__(self, service: Any) -> None:
         self._service = service
@@ -85,7 +85,7 @@ class _GrammarStub:
 
 
 class _Stream:
-    """The answers of a stream of calls, as a gRPC call has them."""
+    """The answers of a stream of calls, with the interface of a gRPC call."""
 
     def __init__(self, answers: AsyncIterator[pb.Answer]) -> None:
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
@@ -106,14 +106,14 @@ class _Stream:
 
 
 async def _in_turn(calls: AsyncIterator[pb.Call]) -> AsyncIterator[pb.Call]:
-    """Yields the calls after what is ready on the loop has run: tokens of the last step go out before the next one."""
+    """Yields each call after a round of the event loop, so that a step's tokens are sent before the next step."""
     async for call in calls:
         await asyncio.sleep(0)
         yield call
 
 
 async def _answered(work: Awaitable[Any], seconds: float | None) -> Any:
-    """Returns a copy of the message that a call is answered with. Raises AioRpcError when that takes too long."""
+    """Returns a copy of the response. Raises AioRpcError if it takes longer than `seconds`."""
     try:
         response = await asyncio.wait_for(work, seconds)
     except TimeoutError:

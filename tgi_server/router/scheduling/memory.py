@@ -1,4 +1,4 @@
-"""The shards' memory, as sequences hold it: KV blocks for most models, rectangles for the others."""
+"""The shards' memory that sequences hold: KV blocks for most models, rows of a padded batch for the others."""
 
 from array import array
 from collections import Counter
@@ -16,11 +16,11 @@ from tgi_server.router.scheduling.prompt_history import PromptHistory
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.snapshots import Snapshots
 
-# In the prefix cache, numbers from here on are parts of images.
+# In the prefix cache, numbers from here on stand for images, not tokens.
 _FIRST_IMAGE_KEY = 2**31
-# Prompts that may be held at once.
+# Maximum number of prompts that are protected from eviction at once.
 _MOST_KEPT = 64
-# A request waits for the call being built if that computes at least this many tokens which it can share then.
+# A request waits for the call being built if that computes at least this many tokens that the request can then share.
 _WORTH_WAITING_TOKENS = 64
 
 
@@ -29,14 +29,14 @@ class Verdict(Enum):
 
     ADMITTED = "admitted"
     FULL = "full"  # there is no room now
-    LATER = "later"  # the call being built computes what it can share after that
+    LATER = "later"  # the call being built computes tokens that it can share afterwards
 
 
 class Memory(Protocol):
-    """Memory of the shards, in KV slots (tokens). Sequences hold some from `admit` to `release`.
+    """Memory of the shards, counted in KV slots (tokens). Sequences hold some from `admit` to `release`.
 
-    block_size: tokens of a block, 0 where there are no blocks. chunks: prompts may be computed in parts.
-    caches: tokens that have been computed are cached for later prompts.
+    block_size: tokens of a KV block; 0: there are no blocks. chunks: True if prompts may be computed in chunks.
+    caches: True if there is a prefix cache.
     """
 
     block_size: int
@@ -45,64 +45,64 @@ class Memory(Protocol):
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that sequences hold."""
+        """Number of KV slots that sequences hold."""
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that are cached for later prompts, until sequences need the memory."""
+        """Number of KV slots that only the prefix cache holds."""
 
     def check_length(self, sequence: Sequence) -> None:
-        """Raises InvalidRequest when the sequence, at its longest, does not fit even while nothing else runs."""
+        """Raises InvalidRequest if the sequence at its maximum length needs more memory than there is."""
 
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
-        """Gives the sequence what its known tokens need, at most `budget` tokens, and finds cached ones.
+        """Allocates memory for the sequence's known tokens, and finds those that are cached.
 
-        A sequence of a length that has been checked is admitted, whatever the budget, while no other holds anything.
+        budget: maximum number of new KV slots. While no other sequence holds memory, the budget does not apply.
         """
 
     def can_grow(self, sequences: int) -> bool:
-        """Returns True if that many sequences can have one block more each."""
+        """Returns True if this many sequences can get one more block each."""
 
     def grow(self, sequence: Sequence) -> int:
-        """Gives a sequence one block more; `can_grow` was True. Returns the block."""
+        """Gives a sequence one more block. Returns the block. Call it only if `can_grow` returns True."""
 
     def computed(self, sequence: Sequence) -> None:
-        """Notes that the call being built computes tokens of the sequence's prompt, as its `computed` says."""
+        """Records that the call being built computes the sequence's tokens up to `sequence.computed`."""
 
     def sent(self) -> None:
-        """Notes that the call being built has been sent; the shards run later calls after it."""
+        """Records that the call being built has been sent."""
 
     def saves(self) -> Iterable[StateSave]:
-        """Returns the states that the call being built copies into snapshots."""
+        """Returns the states that the call being built has to copy into snapshots."""
 
     def keep(self, sequence: Sequence) -> None:
-        """Has the prompt of a sequence that has ended be given up after others, as its request says."""
+        """Protects the prompt of a sequence that has ended from eviction, if its request says so (`keep`)."""
 
     def cached(self, sequence: Sequence) -> int:
-        """Returns how many tokens of the sequence's prompt are cached now."""
+        """Returns how many of the sequence's known tokens are cached now."""
 
     def unseen(self, sequence: Sequence) -> list[Image]:
-        """Returns the images of the sequence that are not wholly cached."""
+        """Returns the images of the sequence that are not completely in the prefix cache."""
 
     def forget(self, namespace: str) -> None:
-        """Forgets what is cached under a namespace."""
+        """Deletes everything that is cached under a namespace."""
 
     def release(self, sequence: Sequence) -> None:
-        """Frees what the sequence holds. Its next holder uses it in later calls only."""
+        """Frees the memory of the sequence, for use in later calls."""
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
-        """Rebuilds the account from what `sequences`, all that are left, hold. Nothing else stays, or is cached."""
+        """Rebuilds the bookkeeping from `sequences`, all that are left. Empties the prefix cache."""
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Compares the account with what `sequences`, all that hold something, have. Raises AssertionError."""
+        """Raises AssertionError if the bookkeeping contradicts `sequences`, all sequences that hold memory."""
 
 
 class PagedMemory:
-    """A sequence holds the blocks of its known tokens from admission on, and gets one more whenever it fills its last.
+    """KV blocks with a prefix cache. A sequence gets blocks for its known tokens on admission, then one at a time.
 
-    The rule that makes sharing safe: the shards run calls in the order in which they were sent. So a block that is
-    given up after one call was sent may be granted in the next, and what one call computes may be shared by the next,
-    before either has been answered. The source of a block copy stays in use until the call that copies it is sent.
+    Sharing is safe because the shards run calls in the order of sending. So a block that is released after one call was
+    sent may be granted in the next call, and tokens that one call computes may be shared by the next, before either has
+    been answered. The source of a block copy stays in use until the call that makes the copy is sent.
     """
 
     chunks = True
@@ -116,12 +116,12 @@ class PagedMemory:
         num_snapshots: int = 0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """prefix_caching: what one sequence has computed is cached for others. num_snapshots: of the states after it;
-        0: sequences have no states. clock: in seconds.
+        """prefix_caching: True caches computed tokens for other sequences. num_snapshots: number of state snapshots;
+        0: sequences have no recurrent states. clock: returns seconds.
         """
         self._num_snapshots = num_snapshots
         self._clock = clock
-        # By namespace and name: until when a prompt is given up last, and where it is found. The latest is the last.
+        # By namespace and name: a prompt that is protected from eviction, and until when. The latest is the last.
         self._kept: dict[tuple[str, str], tuple[float, Space, bytes]] = {}
         self.block_size = block_size
         self.caches = prefix_caching
@@ -173,7 +173,7 @@ class PagedMemory:
         return self._pool.available >= sequences
 
     def grow(self, sequence: Sequence) -> int:
-        """A reply has one snapshot, which moves along as blocks fill, because the next prompt begins with the reply."""
+        # A reply has one snapshot, which moves along as blocks fill, because the next prompt begins with the reply.
         if not sequence.jumps:
             self._forget(sequence)
             sequence.saved = len(sequence.blocks) * self.block_size
@@ -204,7 +204,7 @@ class PagedMemory:
             self._snapshots.save(sequence.id, space_of(sequence), sequence.beginning(length))
 
     def _forget(self, sequence: Sequence) -> None:
-        """Forgets the snapshot of the sequence's reply, if it has one."""
+        """Drops the snapshot of the sequence's reply, if it has one."""
         if self._snapshots is not None and sequence.saved:
             self._snapshots.drop(space_of(sequence), sequence.beginning(sequence.saved))
         sequence.saved = 0
@@ -237,24 +237,22 @@ class PagedMemory:
 
     @property
     def snapshots(self) -> Snapshots | None:
-        """The snapshots of states; None where sequences have none."""
+        """The state snapshots; None if sequences have no recurrent states."""
         return self._snapshots
 
     def cached_blocks(self, space: Space, tokens: bytes) -> list[int]:
-        """Returns the blocks of the longest cached prefix that they fill. tokens: 4 bytes each."""
+        """Returns the full blocks of the longest cached prefix. tokens: 4 bytes each."""
         match = self._cache.match(space, tokens)
         return match.blocks[: match.tokens // self.block_size]
 
     def lend(self, blocks: Iterable[int]) -> None:
-        """Keeps cached blocks as they are, in addition to what sequences hold, until they are given back."""
+        """Marks cached blocks as in use until `give_back`, so that they are neither evicted nor overwritten."""
         held = list(blocks)
         self._pool.use(held)
         self._lent.update(held)
 
     def lend_free(self, number: int, spare: int) -> list[int]:
-        """Returns free blocks to write into, until they are given back; none if that leaves fewer than `spare` blocks
-        to sequences.
-        """
+        """Returns `number` blocks to write into until `give_back`; none if fewer than `spare` would be left."""
         if self._pool.available < number + spare:
             return []
         blocks = self._take(number)
@@ -262,13 +260,13 @@ class PagedMemory:
         return blocks
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Ends what `lend` or `lend_free` began."""
+        """Returns blocks of `lend` or `lend_free`."""
         returned = list(blocks)
         self._lent -= Counter(returned)
         self._give_up(returned)
 
     def insert(self, space: Space, tokens: bytes, blocks: list[int]) -> None:
-        """Caches a prefix that lent blocks hold. tokens: 4 bytes each, that fill the blocks."""
+        """Caches a prefix whose keys and values are in lent blocks. tokens: 4 bytes each; they fill all blocks."""
         self._cache.insert(space, tokens, blocks)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -280,7 +278,7 @@ class PagedMemory:
             self._snapshots.check()
 
     def _held(self, sequences: Iterable[Sequence]) -> Counter[int]:
-        """Returns how often each block is held by `sequences`, by block copies that are to be made, and for files."""
+        """Returns how often each block is held: by `sequences`, as the source of a planned block copy, or lent."""
         held = self._lent + Counter(block for blocks in self._sources.values() for block in blocks)
         for sequence in sequences:
             held.update(sequence.blocks)
@@ -290,15 +288,15 @@ class PagedMemory:
         return -(-tokens // self.block_size)
 
     def _match(self, sequence: Sequence) -> tuple[Match, int]:
-        """Finds what is cached of the known tokens, but for the last: computing that one yields the next.
+        """Finds the cached prefix of the known tokens. The last of them is always computed, as that yields the next.
 
-        Returns also the snapshot of the state after it; 0 where sequences have no states, or nothing is cached.
+        Returns the match, and the snapshot of the state after it; 0 if there are no states, or nothing is cached.
         """
         if sequence.reports_prompt:
             return Match(), 0
         match = self._cache.match(space_of(sequence), sequence.beginning(sequence.known - 1))
         if self._snapshots is None:
-            # A part of an image would be another's with the same first keys.
+            # A match that ends inside an image could be of another image: only some bytes of the digests were compared.
             whole = sequence.images.outside(match.tokens)
             return (match if whole == match.tokens else self._cut(match, whole)), 0
         length, snapshot = self._snapshots.find(space_of(sequence), sequence.beginning(match.tokens))
@@ -320,7 +318,7 @@ class PagedMemory:
         return [image for image in sequence.request.images if image.start + image.length > cached]
 
     def _reserve(self, sequence: Sequence, match: Match, snapshot: int, limit: int) -> bool:
-        """Takes blocks for the known tokens, unless that puts more than `limit` blocks to use that were not."""
+        """Takes blocks for the known tokens. Returns False if that needs more than `limit` blocks not yet in use."""
         pool = self._pool
         shared, partial = divmod(match.tokens, self.block_size)
         new = self._blocks_of(sequence.known) - shared
@@ -338,7 +336,7 @@ class PagedMemory:
         return True
 
     def _earlier_reply(self, sequence: Sequence) -> Iterable[int]:
-        """Returns what was written for an earlier request with the same prompt, where the shards draft from it."""
+        """Returns the reply to an earlier request with the same prompt, if shards can use it as a draft."""
         if not sequence.speculates:
             return ()
         prompt = sequence.beginning(sequence.prompt_tokens)
@@ -355,7 +353,7 @@ class PagedMemory:
         return self._pool.take(blocks)
 
     def _use_kept(self) -> None:
-        """Makes the held prompts the most recently used ones, which are evicted last."""
+        """Marks the protected prompts as the most recently used ones, so that they are evicted last."""
         now = self._clock()
         self._kept = {name: kept for name, kept in self._kept.items() if kept[0] > now}
         for _, space, tokens in self._kept.values():
@@ -365,16 +363,16 @@ class PagedMemory:
         self._cache.released(self._pool.release(blocks))
 
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
-        """Offers the sequence's first tokens to later sequences."""
+        """Caches the sequence's first tokens. fresh: True if the call being built computes the last of them."""
         if tokens and self.caches:
             self._cache.insert(space_of(sequence), sequence.beginning(tokens), sequence.blocks, fresh=fresh)
             self._history.cached(sequence, space_of(sequence), tokens)
 
 
 class PaddedMemory:
-    """Counts rows times the longest sequence at its end, so that a batch that was admitted always fits.
+    """Memory of padded batches: the number of rows times the maximum length of the longest sequence.
 
-    Nothing is shared or preempted, and prompts are computed whole.
+    So a batch that was admitted always fits. Nothing is shared or preempted, and prompts are not split into chunks.
     """
 
     block_size = 0
@@ -443,5 +441,5 @@ def _check_fits(needed: int, tokens: int) -> None:
 
 
 def space_of(sequence: Sequence) -> Space:
-    """Returns the name of the texts that share cached prefixes with the sequence."""
+    """Returns the space of the prefix cache that the sequence uses: its adapter's key and its cache namespace."""
     return sequence.adapter.key if sequence.adapter else "", sequence.request.cache_namespace

@@ -13,16 +13,16 @@ class Order:
     """Orders the sequences that wait, and chooses the running ones that are preempted for one of them."""
 
     def __init__(self, *, fair: bool = False) -> None:
-        """fair: tenants get equal shares, by their weights."""
+        """fair: True if tenants get shares of the tokens in proportion to their weights."""
         self._shares = Shares() if fair else None
 
     def enter(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
-        """Notes a sequence that is new. others: all that wait or run."""
+        """Records a new sequence. others: all that wait or run."""
         if self._shares is not None:
             self._shares.enter(sequence.request.tenant, {each.request.tenant for each in others})
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
-        """Notes tokens that were computed for a sequence."""
+        """Records tokens that were computed for a sequence."""
         if self._shares is not None:
             self._shares.charge(sequence.request.tenant, tokens, sequence.request.weight)
 
@@ -38,27 +38,27 @@ class Order:
         return list(takewhile(lambda each: each is not sequence, self.arrange([*waiting, sequence])))
 
     def first(self, sequences: Iterable[Sequence]) -> Sequence | None:
-        """Returns the one that is served first; None if there is none."""
+        """Returns the sequence that is served first; None if there is none."""
         if self._shares is None:
             return min(sequences, key=_place, default=None)
         return next(iter(self.arrange(sequences)), None)
 
     def last(self, sequences: Iterable[Sequence]) -> Sequence:
-        """Returns the one that is preempted when there is no memory for all."""
+        """Returns the sequence that is preempted if there is not enough memory for all."""
         return max(sequences, key=_place)
 
     def may_overtake(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> bool:
-        """Returns False if certainly no running sequence is preempted for one that waits."""
+        """Returns False if it is certain that no running sequence is preempted for a waiting one."""
         first = next(iter(waiting), None)
         if first is None or self._shares is not None:
             return first is not None
         return any(each.priority > first.priority for each in running)
 
     def gives_way(self, sequence: Sequence, running: Collection[Sequence]) -> Sequence | None:
-        """Returns the running sequence that is preempted for one that waits; None if that one waits for its turn.
+        """Returns the running sequence to preempt for the waiting `sequence`; None if that has to wait.
 
-        It is one of a lower class; or else one of a tenant that runs more, by its weight, and still runs no
-        fewer afterwards.
+        The victim is of a lower class. Otherwise, if tenants have shares, it belongs to the tenant with most running
+        sequences by its weight, if that tenant still has no fewer afterwards than the waiting sequence's tenant.
         """
         last = max(running, key=_place, default=None)
         if last is None or last.priority > sequence.priority or self._shares is None:
@@ -75,19 +75,19 @@ class Order:
         return victim if victim.priority >= sequence.priority else None
 
 
-# Prompt tokens that pass a prompt at once, after as many of its own have been computed.
+# Maximum number of tokens that shorter prompts may overtake a long one with at once, after as many of its own tokens.
 _MOST_SAVED = 1024
 
 
 class ShortPrompts:
-    """Lets shorter prompts pass the one that is computed first, which still gets half of what is computed."""
+    """Lets shorter prompts overtake the prompt that is computed first, which still gets half of the prompt tokens."""
 
     def __init__(self) -> None:
         self._first: Sequence | None = None
-        self._owed = 0  # tokens of others that passed it, less its own tokens since
+        self._owed = 0  # tokens of prompts that overtook it, less its own tokens since
 
     def passing(self, first: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
-        """Returns the other sequences that pass the first one in the next step, the shortest first."""
+        """Returns the sequences that overtake the first one in the next step, the shortest first."""
         if first is not self._first:
             self._first, self._owed = first, 0
         if self._owed > 0:
@@ -96,14 +96,14 @@ class ShortPrompts:
         return sorted(shorter, key=lambda each: each.to_compute)
 
     def computed(self, passing: int, own: int) -> None:
-        """Notes the prompt tokens of a step: of the prompts that passed, and of the first one."""
+        """Records the prompt tokens of a step: those of overtaking prompts, and those of the first one (`own`)."""
         self._owed = max(-_MOST_SAVED, self._owed + passing - own)
 
 
 def _merged(sequences: Iterable[Sequence], shares: Shares) -> list[Sequence]:
-    """Returns ordered sequences again, the ones of tenants that have had fewer tokens first.
+    """Returns sequences ordered by priority, then by the tokens that their tenants have had, fewer first.
 
-    Each is charged with its prompt for those after it.
+    sequences: sorted by `place`. Each sequence's prompt counts as had by its tenant for the sequences after it.
     """
     queues: defaultdict[tuple[int, str], list[Sequence]] = defaultdict(list)
     for sequence in sequences:

@@ -4,37 +4,37 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from statistics import median
 
-# Prompt tokens of a step until it has been measured what they cost.
+# Prompt tokens of a step before their cost has been measured.
 UNMEASURED_TOKENS = 128
-# The target for the gap between two tokens of a reply, in steps without prompts. Two thirds of such a step are left to
-# prompts, so these are computed nearly as fast as alone.
+# Target for the time between two tokens of a reply, as a multiple of a step without prompts. Two thirds of such a step
+# are left to prompts, which are thus computed nearly as fast as alone.
 _TARGET_STEPS = 3.0
-# The same where prompts have images: pieces of others come between the steps (`shard/turns.py`), and the images before
-# them take longer than they do.
+# The same for prompts with images: the encoding of other images runs between the steps (`shard/turns.py`), and takes
+# longer than the prompts do.
 _TARGET_STEPS_WITH_IMAGES = 2.0
-# When more requests wait than replies run, the target is longer: short steps would make all others wait, and the more
-# of them there are, the fewer are those whose gap is a long one. But it is no longer than this for their sake.
+# When more requests wait than replies run, the target is longer: short steps would make all of them wait, and the more
+# requests wait, the fewer are those with a longer time between tokens. This is its maximum for that reason.
 _LONGEST_FOR_A_CROWD_S = 0.15
-# Prompt tokens of a step at least, if there is a target and no room for more: with fewer, prompts hardly progress.
+# Minimum prompt tokens of a step if there is a target: with fewer, prompts hardly progress.
 _LEAST_TOKENS = 8
-# Prompt tokens of a step at least, as long as no step without prompts has been measured.
+# Minimum prompt tokens of a step before a step without prompts has been measured.
 _LEAST_UNMEASURED = 64
-# The time of a step that continues no reply: new requests wait for it. With room for few tokens, which are computed
-# less efficiently, it may take longer.
+# Target and maximum for the time of a step that continues no reply: new requests wait for it. Fewer than so many tokens
+# are computed inefficiently, so the step may then take longer than the target.
 _STEP_S, _LONGEST_STEP_S, _EFFICIENT_TOKENS = 0.5, 0.75, 128
-# Of such steps the last few are measured; steps of short prompts say nothing about long ones. A step has at most so
-# many times the prompt tokens of the largest.
+# The last few of such steps are used for estimates. As short prompts say little about long ones, a step has at most
+# _GROWTH times the prompt tokens of the largest of them.
 _RECENT_PROMPT_STEPS, _GROWTH = 5, 4
-# A step that takes less is sent before the one in front of it has been answered, whatever it computes.
+# A step that takes less is sent before the one ahead of it has been answered, whatever it computes.
 _SHORT_STEP_S = 0.1
-# Steps that an estimate is the median of: a step that something else held up does not count, and a change soon does.
+# Number of steps in a median: enough to ignore a step that was held up, and few enough to follow a change.
 _RECENT_STEPS = 15
 
 
 class Average:
-    """The average of what was measured lately.
+    """A moving average of recent measurements.
 
-    A median would not do: if the router is late for a response, one step seems long and the next one short.
+    A median would be wrong here: if the router reads a response late, one step seems long and the next one short.
     """
 
     def __init__(self, recent: int) -> None:
@@ -42,7 +42,7 @@ class Average:
         self._total = self._weight = 0.0
 
     def add(self, total: float, number: float = 1.0) -> None:
-        """Adds `number` measured things, with their sum."""
+        """Adds `number` measurements, whose sum is `total`."""
         self._total = self._kept * self._total + total
         self._weight = self._kept * self._weight + number
 
@@ -53,7 +53,7 @@ class Average:
 
 
 class Median:
-    """The median of what was measured last. One step that something else held up changes nothing."""
+    """The median of recent measurements, which single steps that were held up do not change."""
 
     def __init__(self) -> None:
         self._recent = deque[float](maxlen=_RECENT_STEPS)
@@ -67,14 +67,14 @@ class Median:
 
 
 class StepTimes:
-    """The time of a step without prompts, by the number of replies that it continues, and of each prompt token besides.
+    """The time of a step without prompts, by the number of replies that it continues, and the time of a prompt token.
 
-    Both are measured while serving. The time of a token is what it was in chunks of the size in use: the first few cost
-    less than others, where a step waits for the weights, and long prompts cost more.
+    Both are measured while serving. A prompt token's time holds for chunks of the size in use: the first few tokens
+    cost less, as the step waits for the weights anyway, and tokens of long prompts cost more.
     """
 
     def __init__(self, estimate: Callable[[], Average | Median]) -> None:
-        self._decode_s: defaultdict[int, Average | Median] = defaultdict(estimate)  # by the binary digits of replies
+        self._decode_s: defaultdict[int, Average | Median] = defaultdict(estimate)  # by the bit length of replies
         self._token_s = estimate()
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
@@ -82,18 +82,18 @@ class StepTimes:
         if not prompt_tokens:
             self._decode_s[replies.bit_length()].add(seconds)
         elif (decode_s := self.decode_s(max(replies, 1))) is not None:
-            # A prompt that is computed in steps without replies takes all of their time.
+            # In a step without replies, all of the time belongs to prompts.
             self._token_s.add(seconds - decode_s if replies else seconds, prompt_tokens)
 
     @property
     def token_s(self) -> float | None:
-        """The seconds of a prompt token; None as long as there has been none."""
+        """Seconds of a prompt token; None before the first one."""
         return self._token_s.value
 
     def decode_s(self, replies: int) -> float | None:
-        """Returns the seconds of a step that only continues replies; None as long as there has been none.
+        """Returns the seconds of a step that only continues replies; None before the first one.
 
-        Where none of as many replies has been measured, the next larger one counts, or else the largest.
+        If no step with as many replies (by bit length) was measured, uses the next larger one, or else the largest.
         """
         digits = replies.bit_length()
         known = min((size for size in self._decode_s if size >= digits), default=max(self._decode_s, default=None))
@@ -101,22 +101,22 @@ class StepTimes:
 
 
 class PromptPace:
-    """Estimates what steps take, from the last ones, and bounds the prompt tokens of the next one.
+    """Estimates the time of steps from recent ones, and limits the prompt tokens of the next one.
 
     Steps with replies and steps without are measured separately.
     """
 
     def __init__(self, max_tokens: int, block_size: int, target_gap_s: float | None = None) -> None:
-        """max_tokens: prompt tokens of any step. block_size: tokens of a KV block; 1 where there are none.
+        """max_tokens: maximum prompt tokens of a step. block_size: tokens of a KV block; 1: there are no blocks.
 
-        target_gap_s: for the gap between two tokens of a reply; None: a multiple of a step without prompts.
+        target_gap_s: target for the time between two tokens of a reply; None: a multiple of a step without prompts.
         """
         self._max_tokens = max_tokens
         self._block_size = block_size
         self._target_gap_s = target_gap_s
         self._least_tokens = block_size if target_gap_s is None else min(block_size, _LEAST_TOKENS)
         self._times = StepTimes(Median)
-        # Of steps that continue no reply.
+        # Prompt tokens and seconds of steps that continue no reply.
         self._prompt_steps = deque[tuple[int, float]](maxlen=_RECENT_PROMPT_STEPS)
 
     def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
@@ -134,8 +134,8 @@ class PromptPace:
     def tokens_alone(self) -> int:
         """Returns how many prompt tokens a step may compute that continues no reply.
 
-        They take half a second; where that is time for fewer than 128, they are 128, or as many as take 0.75 s. Where
-        a step without prompts takes long, they take twice as long as that one, so that most of the time is theirs.
+        As many as take 0.5 s; if these are fewer than 128, then 128, or as many as take 0.75 s. If a step without
+        prompts takes long, prompts get twice its time, so that most of the time is spent on them.
         """
         if not self._prompt_steps:
             return min(UNMEASURED_TOKENS, self._max_tokens)
@@ -149,14 +149,14 @@ class PromptPace:
         return min(most, max(least, tokens - tokens % self._block_size))
 
     def is_short(self, prompt_tokens: int) -> bool:
-        """Returns True if a step with these prompt tokens, that continues no reply, surely takes less than 0.1 s."""
+        """Returns True if a step with these prompt tokens and no replies is expected to take less than 0.1 s."""
         if not self._prompt_steps:
             return False
         token_s, decode_s = self._alone_s()
         return decode_s + token_s * prompt_tokens < _SHORT_STEP_S
 
     def _alone_s(self) -> tuple[float, float]:
-        """Returns the seconds of a prompt token in a step that continues no reply, and in a step without any."""
+        """Returns the seconds of a prompt token in a step that continues no reply, and of a step without prompts."""
         decode_s = self._times.decode_s(1) or 0.0
         largest = max(tokens for tokens, _ in self._prompt_steps)
         like_it = ((tokens, seconds) for tokens, seconds in self._prompt_steps if 2 * tokens >= largest)
@@ -165,12 +165,12 @@ class PromptPace:
     def tokens_beside(self, replies: int, expected: int, *, images: bool = False) -> int:
         """Returns how many prompt tokens a step may compute that continues `replies` replies.
 
-        They fill whole KV blocks, at least one, so that prompts always progress. With a target of the operator's they
-        may fill a part of one.
+        They fill whole KV blocks, at least one, so that prompts always progress. If the operator has set a target, they
+        may fill a part of a block.
 
-        expected: replies once all that wait for their first token have it. The default target is that for this many;
-        if more wait than run, it is longer by the square of how many times as many, up to 0.15 s.
-        images: there are some in the prompts.
+        expected: number of replies once all requests that wait for their first token have it. The default target is
+        computed for this number. If more wait than run, it is multiplied by the square of their ratio, up to 0.15 s.
+        images: True if the prompts have images.
         """
         decode_s, goal_s = self._times.decode_s(replies), self._target_gap_s
         expected = max(replies, expected)

@@ -1,4 +1,4 @@
-"""The next call to the shards: who joins, what is computed, which blocks are granted."""
+"""Plans the next call to the shards: which sequences join, what is computed, which blocks are granted."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Steps that may be on their way to the shards. With two, the router handles the tokens of one step while the shards
-# compute the next. With three, tokens that a grammar forces could take the slots of steps that have been sent already.
+# Maximum number of unanswered steps. With two, the router handles the tokens of one step while the shards compute the
+# next. With three, jump-forward tokens of a grammar could take the slots of steps that have been sent already.
 STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """TGI's policy: when waiting requests join the running ones.
+    """TGI's policy: decides when waiting requests join the running ones. It has no state.
 
-    It keeps no state. Its clock is the count of decode steps.
+    Its measure of time is the number of decode steps.
     """
 
     limits: Limits
@@ -52,17 +52,17 @@ class AdmissionPolicy:
         return None
 
     def total_budget(self, held_tokens: int, growth_tokens: int) -> int:
-        """Returns the KV slots that a request may take on admission, so that the running ones can grow."""
+        """Returns the number of KV slots that a request may take on admission, so that running ones can still grow."""
         return self.limits.max_batch_total_tokens - held_tokens - growth_tokens
 
 
-# Of the messages of sequences that join in one step: making and sending them is work of the event loop.
+# Maximum bytes of messages of the sequences that join in one step, as building and sending them blocks the event loop.
 _JOINING_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class FilterPlan:
-    """The shards forget all sequences but `keep`. preempted: how many of the others go back to the queue."""
+    """The shards drop all sequences except `keep`. preempted: how many of the others return to the queue."""
 
     batch_id: int
     keep: list[int]
@@ -76,10 +76,10 @@ class FilterPlan:
 class StepPlan:
     """One step of the shards.
 
-    decode: sequences past their prompt advance by a token. replies: how many of these there are, those that have ended
-    unknown to the router included. grants: blocks that sequences get, by request id. saves: states that are saved.
-    chunks: prompt tokens to compute, by request id. joined: the sequences that leave the queue.
-    reason: the reason why they join running ones; None if none runs. closing: requests that are to end their texts.
+    decode: True if sequences past their prompt advance by a token. replies: their number, including sequences that have
+    ended without the router knowing yet. grants: (request id, new block). saves: states to copy into snapshots.
+    chunks: (request id, number of prompt tokens to compute). joined: sequences that leave the queue. reason: why they
+    join running sequences; None if none runs. closing: ids of requests whose grammars have to complete their texts.
     """
 
     batch_id: int
@@ -112,10 +112,10 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Moves sequences from the queue into the batch and back, and says each move in a plan.
+    """Moves sequences from the queue into the batch and back, and returns each move as a plan.
 
-    The caller sends what `plan` returns, in this order, before it changes anything else. An exception in planning one
-    sequence is reported to `on_fault`, which takes it out of queue and batch; the others are planned without it.
+    The caller sends what `plan` returns, in this order, before it changes anything else. If planning one sequence
+    raises an exception, `on_fault` removes it from queue and batch; the others are planned without it.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StepPlanner:
         on_fault: Callable[[Sequence], None],
         disk: PrefixDisk | None = None,
     ) -> None:
-        """forecast: says what deadlines ask for. clock: in seconds. disk: None: no prefixes are on disk."""
+        """forecast: estimates times, to meet deadlines. clock: returns seconds. disk: None: no prefixes are on disk."""
         self.awake: Callable[[], bool] = lambda: True  # False: only sequences that have begun may join
         self._disk = disk
         self._order = order
@@ -150,9 +150,9 @@ class StepPlanner:
         self._urgent: set[int] = set()  # requests for which others have just been preempted
 
     def plan(self, steps_in_flight: int) -> list[FilterPlan | StepPlan]:
-        """Returns the next call; none if there is none before a step in flight is answered, or another request comes.
+        """Returns the next call; none if it has to wait until a step in flight is answered, or another request comes.
 
-        Returns two if a sequence fails while a step is planned: the shards forget it first.
+        Returns two calls if a sequence fails while a step is planned: the shards drop it first.
         """
         batch = self._batch
         if batch.filter_due:
@@ -162,7 +162,7 @@ class StepPlanner:
         growing = batch.growing()
         short = not batch.memory.can_grow(len(growing))
         if short or self._must_give_way():
-            if steps_in_flight:  # they may end sequences, and who is preempted must have all its tokens before
+            if steps_in_flight:  # they may end sequences, and a preempted sequence needs all its tokens first
                 return []
             preempted = self._make_room() if short else self._give_way()
             if short or batch.filter_due:
@@ -170,7 +170,7 @@ class StepPlanner:
         step = self._step(growing)
         if step is not None:
             batch.sent()
-            # Requests that come meanwhile need not wait for another step as long as this one.
+            # No second step is sent, so that requests that come meanwhile need not wait for another long one.
             self._long_step = not (step.replies or self._pace.is_short(step.prompt_tokens))
         plans: list[FilterPlan | StepPlan] = [self._filter()] if batch.filter_due else []
         return plans if step is None else [*plans, step]
@@ -182,7 +182,7 @@ class StepPlanner:
     def _make_room(self) -> int:
         """Preempts the sequences that are served last until all others can grow. Returns how many were preempted.
 
-        One that is alone can always grow.
+        A single sequence can always grow.
         """
         preempted = 0
         while not self._batch.memory.can_grow(len(self._batch.growing())):
@@ -190,14 +190,14 @@ class StepPlanner:
         return preempted
 
     def _must_give_way(self) -> bool:
-        """Returns True if running sequences have to be preempted for the waiting one that is served next."""
+        """Returns True if running sequences have to be preempted for the waiting sequence that is served next."""
         first = self._order.first(self._waiting) if self._batch.memory.chunks and len(self._batch) else None
         if first is None or self._has_room(first) or self._order.gives_way(first, list(self._batch)) is None:
             return False
         return self._may_join(first)
 
     def _give_way(self) -> int:
-        """Preempts running sequences for waiting ones that are served before them, and that the next step can begin.
+        """Preempts running sequences for waiting ones that are served before them and that the next step can start.
 
         Returns how many were preempted.
         """
@@ -217,7 +217,7 @@ class StepPlanner:
         return preempted
 
     def _has_room(self, sequence: Sequence, claimed: int = 0) -> bool:
-        """Returns False if there is no place, or no memory, for a sequence beside `claimed` others that are to join."""
+        """Returns False if the batch lacks a place or memory for a sequence beside `claimed` others that will join."""
         batch = self._batch
         if len(batch) + claimed >= self._policy.limits.max_batch_size:
             return False
@@ -228,7 +228,7 @@ class StepPlanner:
         return free > sequence.remaining + block
 
     def _lacked_memory(self, sequence: Sequence) -> bool:
-        """Returns True if there was no memory for the sequence, and no less of it was held than now."""
+        """Returns True if the sequence was tried and did not fit, and no less memory is held now than then."""
         tried = self._did_not_fit
         return tried is not None and tried[0] == sequence.id and self._batch.memory.held_tokens >= tried[1] > 0
 
@@ -239,7 +239,7 @@ class StepPlanner:
         return sequence
 
     def _step(self, growing: Iterable[Sequence]) -> StepPlan | None:
-        """growing: the sequences that need a block more."""
+        """Plans a step; None if there is nothing to compute. growing: sequences that need one more block."""
         batch = self._batch
         plan = StepPlan(batch.id)
         self._grow(plan, growing)
@@ -265,7 +265,7 @@ class StepPlanner:
         return plan if plan.chunks or plan.decode else None
 
     def _prefill_budget(self, replies: int) -> int:
-        """Returns how many prompt tokens the next step may compute, beside the replies that it continues."""
+        """Returns how many prompt tokens the next step may compute in addition to the replies that it continues."""
         limits = self._policy.limits
         if not self._batch.memory.chunks:
             return limits.max_batch_prefill_tokens
@@ -283,9 +283,7 @@ class StepPlanner:
                 plan.grants.append((sequence.id, block))
 
     def _prefill_short_first(self, plan: StepPlan, prefilling: list[Sequence], budget: int) -> int:
-        """Adds chunks of prompts that have begun, and of shorter ones that pass the first. Returns the rest of the
-        budget.
-        """
+        """Adds chunks of begun prompts, and of shorter ones that overtake the first. Returns the rest of the budget."""
         first = prefilling[0] if prefilling and self._batch.memory.chunks else None
         if first is None or first.remaining <= budget or not self._forecast.can_wait(first, self._clock()):
             return self._prefill(plan, prefilling, budget)
@@ -303,12 +301,12 @@ class StepPlanner:
         return rest
 
     def _joinable(self) -> Iterable[Sequence]:
-        """Returns the waiting sequences if some may join, and none lacks memory that should join before the others."""
+        """Returns the waiting sequences if some may join now and the first of them does not lack memory; else none."""
         first = self._order.first(self._waiting) if self._reason_to_admit() is not None else None
         return () if first is None or self._lacked_memory(first) else self._waiting
 
     def _prefill(self, plan: StepPlan, sequences: Iterable[Sequence], budget: int) -> int:
-        """Adds chunks of prompts that have begun. Returns what is left of the budget."""
+        """Adds chunks of prompts that have begun. Returns the rest of the budget."""
         for sequence in sequences:
             if budget > 0 and (tokens := self._alone(self._batch.compute, sequence, budget)):
                 plan.chunks.append((sequence.id, tokens))
@@ -325,7 +323,7 @@ class StepPlanner:
         return usual
 
     def _overtaking(self) -> list[Sequence]:
-        """Returns the waiting sequences that join before others are computed further: they are served before those."""
+        """Returns the waiting sequences that join before running prompts are continued, as they are served earlier."""
         urgent, self._urgent = self._urgent, set()
         if not (urgent or self._order.may_overtake(self._waiting, self._batch)):
             return []
@@ -337,12 +335,12 @@ class StepPlanner:
         return list(takewhile(overtakes, self._order.arrange(self._waiting)))
 
     def _admit(self, plan: StepPlan, budget: int, sequences: Iterable[Sequence]) -> int:
-        """Takes requests from the queue, in order, as long as there is room, and adds their first chunks.
+        """Admits sequences from the queue, in order, as long as there is room, and adds their first chunks.
 
-        Returns what is left of the budget.
+        Returns the rest of the budget.
 
-        Those whose adapters are not ready let others pass, for `max_waiting_tokens` steps. Since adapters of running
-        sequences may fill the shards' memory for adapters, none with an adapter joins before them after that.
+        Sequences whose adapters are not ready can be overtaken for `max_waiting_tokens` steps. After that no sequence
+        with an adapter overtakes them, so that the shards' memory for adapters becomes free.
         """
         in_order = False
         room = _JOINING_BYTES
@@ -363,7 +361,7 @@ class StepPlanner:
         return budget
 
     def _may_join(self, sequence: Sequence) -> bool:
-        """Returns False while a sequence's adapter waits for its place or is loaded, or its prefix is being read."""
+        """Returns False while a sequence's adapter is not loaded, its prefix is being read, or the model sleeps."""
         if not (sequence.started or self.awake()):
             return False
         ready = sequence.adapter is None or self._adapters.prepare(sequence.adapter)
@@ -372,21 +370,21 @@ class StepPlanner:
         return ready and (self._disk is None or self._disk.prepare(sequence))
 
     def _waits_too_long(self, sequence: Sequence) -> bool:
-        """Returns True if a sequence has let others pass for `max_waiting_tokens` steps, and has no place yet."""
+        """Returns True if a sequence's adapter has waited for `max_waiting_tokens` steps without being loaded."""
         adapter, since = sequence.adapter, sequence.without_place_since
         if adapter is None or since is None or adapter.loading is not None:
             return False
         return self._batch.step - since > self._policy.limits.max_waiting_tokens
 
     def _fits(self, sequence: Sequence, budget: int, others_joined: bool) -> bool:
-        """Lets the sequence join, if there is room for it. Returns False if there is none."""
+        """Moves the sequence from the queue to the batch. Returns False if there is no room for it."""
         memory = self._batch.memory
         if not memory.chunks and others_joined and sequence.remaining > budget:
             return False
         held = memory.held_tokens
         if self._lacked_memory(sequence):
             return False
-        growth = len(self._batch) * memory.block_size  # a block for each, so that the newcomer is not preempted at once
+        growth = len(self._batch) * memory.block_size  # a block for each, lest the new one be preempted at once
         verdict = self._batch.admit(sequence, self._policy.total_budget(held, growth))
         self._did_not_fit = (sequence.id, held) if verdict is Verdict.FULL else None
         if verdict is not Verdict.ADMITTED:
@@ -395,7 +393,7 @@ class StepPlanner:
         return True
 
     def _alone(self, plan: Callable[..., T], sequence: Sequence, *arguments: int) -> T | None:
-        """Returns what `plan` makes of the sequence; None when it raises: then this sequence alone fails."""
+        """Returns the result of `plan` for the sequence. If `plan` raises, fails the sequence and returns None."""
         try:
             return plan(sequence, *arguments)
         except Exception:

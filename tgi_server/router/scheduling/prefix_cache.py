@@ -1,9 +1,9 @@
-"""Keys and values of finished work, found again by the tokens that a prompt begins with.
+"""The prefix cache: finds KV blocks that were computed before, by the tokens that a prompt begins with.
 
-A radix tree over tokens. A node is split where two token strings begin to differ, even inside a block: both halves then
-hold the block on the boundary. A node's first block always contains the tokens of the path to the node from the
-block's beginning. So if parent and child both hold a block of the same index, the child's has more of the path, and any
-prefix of a path can be read from the blocks of its deepest node.
+It is a radix tree over tokens. A node is split where two token strings begin to differ, even inside a block: both
+halves then hold the block on the boundary. A node's first block always has all tokens of the path from the block's
+beginning on. So if parent and child both hold a block of the same index, the child's block has more of the path, and
+any prefix of a path can be read from the blocks of its deepest node.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from tgi_server.router.scheduling.blocks import BlockPool
 
 _WIDTH = 4  # bytes of a token
 
-# Names texts that share nothing with texts of other names, even where they are the same: adapter and cache namespace.
+# (adapter key, cache namespace). Texts in different spaces share nothing, even if they are equal.
 Space = tuple[str, str]
 
 
@@ -24,10 +24,9 @@ Space = tuple[str, str]
 class _Node:
     """A node of the radix tree, with the edge that leads to it.
 
-    tokens: of the edge, 4 bytes each. start: how many tokens lie before it on its path.
-    blocks: that hold the edge's tokens. fresh_from, fresh_in: the tokens from `fresh_from` on are computed by the
-    call with the number `fresh_in`, and so can be used by later calls only.
-    space: of a root, whose texts are below it.
+    tokens: the edge's tokens, 4 bytes each. start: number of tokens before the edge on its path. blocks: the KV blocks
+    with the edge's tokens. fresh_from, fresh_in: tokens from position `fresh_from` on are computed by the call with the
+    number `fresh_in`, and so can be used by later calls only. space: of a root, the space of the texts below it.
     """
 
     parent: "_Node | None"
@@ -46,16 +45,17 @@ class _Node:
         return self.start + len(self.tokens) // _WIDTH
 
     def usable(self, call: int) -> int:
-        """Returns how many tokens on the edge the call with this number may use."""
+        """Returns how many of the edge's tokens the call with this number may use."""
         return len(self.tokens) // _WIDTH if self.fresh_in < call else self.fresh_from - self.start
 
 
 @dataclass(slots=True)
 class Match:
-    """A cached prefix.
+    """A cached prefix of a prompt.
 
-    tokens: its length. blocks: that hold it. pending: tokens beyond it that the call being built computes for another.
-    unusable: tokens beyond it that are cached, and are computed anew because the states after them are missing.
+    tokens: its length. blocks: the blocks that hold it. pending: number of further tokens that the call being built
+    computes for another sequence. unusable: number of further tokens that are cached, but have to be computed again
+    because there is no state snapshot after them.
     """
 
     tokens: int = 0
@@ -65,10 +65,10 @@ class Match:
 
 
 class PrefixCache:
-    """Holds blocks of `pool`, and gives up the least recently used ones on demand, from the leaves upwards.
+    """Holds blocks of `pool`, and evicts the least recently used ones on demand, from the leaves upwards.
 
-    A leaf that ends with a block in use stays: it costs nothing. Only when no other idle blocks are left, and there
-    are some above such leaves, these are forgotten too. So every idle block can be had.
+    A leaf that ends with a block in use is kept, as evicting it frees nothing. Only when all other idle blocks are
+    used up, and some are above such leaves, these leaves are evicted, too. So every idle block can be freed.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -82,11 +82,11 @@ class PrefixCache:
         self._parked: dict[int, _Node] = {}  # leaves that cannot be evicted, by the block in use that is their last
 
     def sent(self) -> None:
-        """Notes that the call being built has been sent: what it computes may be used by the next one."""
+        """Records that the call being built has been sent: later calls may use the tokens that it computes."""
         self._call += 1
 
     def match(self, space: Space, tokens: bytes) -> Match:
-        """Finds the longest cached prefix of `tokens` (4 bytes each). Different spaces have nothing in common."""
+        """Returns the longest cached prefix of `tokens` (4 bytes each) in a space. Marks it as used."""
         match = Match()
         size = self._block_size
         for node, shared in self._walk(space, tokens):
@@ -99,7 +99,7 @@ class PrefixCache:
         return match
 
     def continuation(self, space: Space, tokens: bytes, most: int) -> bytes:
-        """Returns what follows `tokens` where they were cached last, at most `most` tokens (4 bytes each)."""
+        """Returns the tokens that followed `tokens` when they were cached last: at most `most`, 4 bytes each."""
         node, matched = None, 0
         for node, shared in self._walk(space, tokens):
             matched = node.start + shared
@@ -107,15 +107,15 @@ class PrefixCache:
             return b""
         following = node.tokens[(matched - node.start) * _WIDTH :]
         while len(following) < most * _WIDTH and node.children:
-            # Of those used at the same time the younger: where texts part, the older was passed by just now.
+            # Among children used at the same time, the younger: when it was split off, the older was only passed.
             node = max(reversed(node.children.values()), key=lambda child: child.last_used)
             following += node.tokens
         return bytes(following[: most * _WIDTH])
 
     def insert(self, space: Space, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> None:
-        """Keeps what a sequence has computed; if `fresh`, some of it only by the call being built.
+        """Caches tokens of a sequence. fresh: True if the call being built computes the last of them.
 
-        tokens: 4 bytes each; blocks: the sequence's; the first of them hold the tokens.
+        tokens: 4 bytes each. blocks: the sequence's block table; its first blocks hold the tokens.
         """
         node, matched = self._root(space), 0
         for child, shared in self._walk(space, tokens):
@@ -128,20 +128,20 @@ class PrefixCache:
             self._append(node, tokens[matched * _WIDTH :], holding, self._call if fresh else 0)
 
     def released(self, idle: list[int]) -> None:
-        """Notes that no sequence holds these cached blocks any more."""
+        """Records that no sequence holds these cached blocks any more."""
         for block in idle:
             leaf = self._parked.pop(block, None)
             if leaf is not None:
                 self._offer(leaf)
 
     def evict(self, blocks: int) -> None:
-        """Frees at least that many idle blocks, or all that there are."""
+        """Frees at least this many idle blocks, or all if there are fewer."""
         goal = self._pool.free + blocks
         while self._pool.free < goal and (self._leaves or self._uncover_idle()):
             used, _, leaf = heapq.heappop(self._leaves)
             leaf.queued = False
             if leaf.children or not leaf.blocks:
-                continue  # grew, or was cut off, since it was put here
+                continue  # it got children or was removed after it was queued
             if used != leaf.last_used:
                 self._offer(leaf)
             else:
@@ -152,14 +152,14 @@ class PrefixCache:
         return list(self._roots)
 
     def forget(self, space: Space) -> None:
-        """Forgets all texts of a space."""
+        """Deletes all texts of a space."""
         while (node := self._roots.get(space)) is not None:
             while node.children:
                 node = next(iter(node.children.values()))
             self._cut_off(node)
 
     def check(self) -> Counter[int]:
-        """Returns how often each block is held. Raises AssertionError when the tree is not sound."""
+        """Returns how often each block is held. Raises AssertionError if the tree is inconsistent."""
         held: Counter[int] = Counter()
         size = self._block_size
         queued = {id(leaf) for _, _, leaf in self._leaves}
@@ -196,7 +196,7 @@ class PrefixCache:
             yield node
 
     def _walk(self, space: Space, tokens: bytes) -> Iterator[tuple[_Node, int]]:
-        """Yields the nodes on the path of `tokens`, and how many tokens of each edge lie on it. Marks them as used."""
+        """Yields the nodes on the path of `tokens`, and how many tokens of each edge match. Marks the nodes as used."""
         self._clock += 1
         node = self._roots.get(space)
         if node is None:
@@ -214,7 +214,7 @@ class PrefixCache:
             node = child
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Puts a new node above `node`, which keeps the tokens from position `at` on. Returns the new one."""
+        """Puts a new node above `node`, which keeps the tokens from position `at` on. Returns the new node."""
         size = self._block_size
         cut = (at - node.start) * _WIDTH
         first = node.start // size
@@ -240,9 +240,9 @@ class PrefixCache:
         return upper
 
     def _append(self, node: _Node, tokens: bytes, blocks: list[int], fresh_in: int) -> None:
-        """Continues the path that ends with `node`: by a longer edge where that is a leaf, else by a new leaf.
+        """Continues the path that ends with `node`: extends its edge if it is a leaf, else adds a new leaf.
 
-        blocks: that hold `tokens`; the first may hold tokens of `node` as well.
+        blocks: the blocks that hold `tokens`; the first may also hold tokens of `node`.
         """
         self._unpark(node)
         position = node.end
@@ -271,7 +271,7 @@ class PrefixCache:
             heapq.heappush(self._leaves, (leaf.last_used, next(self._order), leaf))
 
     def _trim(self, leaf: _Node, goal: int) -> None:
-        """Gives up the leaf's blocks from its end, until the pool has `goal` free ones or one is in use."""
+        """Evicts the leaf's blocks from its end, until the pool has `goal` free blocks, or a block is in use."""
         pool, size = self._pool, self._block_size
         while pool.free < goal:
             last = leaf.blocks[-1]
@@ -287,7 +287,7 @@ class PrefixCache:
         self._offer(leaf)
 
     def _uncover_idle(self) -> bool:
-        """Cuts off leaves in use that stand below idle blocks. Returns True if that uncovered any."""
+        """Removes leaves in use that are below idle blocks. Returns True if there are leaves to evict afterwards."""
         covering = [leaf for leaf in self._parked.values() if self._covers_idle(leaf)]
         for leaf in covering:
             self._cut_off(leaf)
@@ -303,7 +303,7 @@ class PrefixCache:
         return False
 
     def _cut_off(self, leaf: _Node) -> None:
-        """Takes the leaf out of the tree; its parent may be a leaf then."""
+        """Removes a leaf from the tree. Its parent may become a leaf."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[bytes(leaf.tokens[:_WIDTH])]
@@ -319,9 +319,9 @@ class PrefixCache:
 
 
 def common_prefix(edge: bytes | bytearray, tokens: bytes, offset: int) -> int:
-    """Returns how many bytes, of whole tokens, `edge` and `tokens` from `offset` on have in common.
+    """Returns the length in bytes of the common prefix, in whole tokens, of `edge` and `tokens[offset:]`.
 
-    Compares slices, halving them where they differ: a long prompt costs a few memory compares, not a loop.
+    Compares slices by bisection: a long prompt costs a few memory comparisons, not a loop over tokens.
     """
     low, high = 0, min(len(edge), len(tokens) - offset)
     if edge[:high] == tokens[offset : offset + high]:

@@ -1,4 +1,4 @@
-"""Cached prefixes on disk: writes what was computed, reads the beginning of a prompt before its request joins."""
+"""Cached prefixes on disk: writes computed prompts, and reads the beginning of a prompt before its request joins."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ _LONGEST_REFRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DiskPrefixes:
-    """A folder that was opened, and the bytes of a block, and of a snapshot of states, in all shards together."""
+    """An opened folder, and the bytes of a KV block and of a state snapshot, summed over all shards."""
 
     folder: PrefixFolder
     block_bytes: int
@@ -36,9 +36,9 @@ class DiskPrefixes:
 
 
 class PrefixDisk:
-    """The scheduler's interface to the files: looks up prompts, reads files before a request joins, writes new ones.
+    """The scheduler's interface to the files: looks up prompts, reads files before a request joins, writes new files.
 
-    busy: blocks may be lent to the shards, so that other requests may lack them.
+    busy: True while blocks may be lent to the shards, so that requests may have to wait for them.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class PrefixDisk:
         metrics: Metrics,
         work: asyncio.Event,
     ) -> None:
-        """Starts a task on the running event loop that deletes files that are not used.
+        """Starts a task on the running event loop that deletes expired files.
 
-        next_response: returns when a step has been answered. forecast: estimates the time of a prompt token. work: set
+        next_response: waits until a step has been answered. forecast: estimates the time of a prompt token. work: set
         when a request no longer has to wait, or blocks are free again.
         """
         self._folder = disk.folder
@@ -84,7 +84,7 @@ class PrefixDisk:
         self._folder.close()
 
     def look_up(self, sequence: Sequence) -> None:
-        """Notes how many of the sequence's known tokens disk and memory have, if the disk has some more of them."""
+        """Sets `sequence.on_disk` to the cached tokens in memory and on disk, if the disk continues those in memory."""
         if sequence.reports_prompt:
             return
         if self._folder.changed and not self._folder.writing:  # while this server writes, no other one does
@@ -103,7 +103,7 @@ class PrefixDisk:
             sequence.likely_cached = max(sequence.likely_cached, sequence.on_disk)
 
     def computed(self, sequence: Sequence) -> None:
-        """Queues the cached blocks of a sequence to be written, unless they are on disk."""
+        """Queues the cached blocks of a sequence to be written, unless they are on disk already."""
         request, size = sequence.request, self._lending.memory.block_size
         adapter = stored_adapter(sequence)
         if sequence.settled < size or adapter is None:
@@ -113,14 +113,14 @@ class PrefixDisk:
         self._writer.add(CachedText(space_of(sequence), adapter, request.cache_namespace, tokens, named))
 
     async def forget(self, namespace: str) -> int:
-        """Deletes the files of a namespace. Returns how many texts, or parts of a text, they were."""
+        """Deletes the files of a namespace. Returns how many files, counting those of all shards as one."""
         if self._folder.changed:
             with suppress(OSError):
                 await self._refresh()
         return await self._writer.forget(namespace)
 
     async def _refresh_for_waiting(self) -> None:
-        """Lists the folder, and looks up the waiting requests again. If that takes too long, they are computed."""
+        """Lists the folder, and looks up the waiting requests again. After a time-out they are computed instead."""
         try:
             async with asyncio.timeout(_LONGEST_REFRESH_S):
                 await self._refresh()
@@ -136,7 +136,7 @@ class PrefixDisk:
             self._lending.on_change()
 
     async def _refresh(self) -> None:
-        """Takes over the changes that other servers have made in the folder. Raises OSError."""
+        """Reads the changes that other servers have made in the folder. Raises OSError."""
         folder = self._folder
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(asyncio.to_thread(folder.listing))

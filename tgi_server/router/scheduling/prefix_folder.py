@@ -1,4 +1,4 @@
-"""A folder with files of cached prefixes: finds files by their texts, and chooses the files to delete for new ones.
+"""A folder with files of cached prefixes: finds files by their texts, and selects files to delete for new ones.
 
 A text is identified by a chain of digests, one for each block, computed from the digest before it and the block's
 tokens. The chain starts with a digest of the model, the adapter and the namespace. All digests are keyed with a secret
@@ -26,7 +26,7 @@ _WIDTH = 4  # bytes of a token
 
 
 class PrefixFolder:
-    """Index of the files in a folder that one model can use. Files of other models count for the size, too.
+    """Index of the files in a folder that one model can use. Files of other models count towards the size, too.
 
     bytes: the bytes of all files. size: their maximum. writing: True while this server has the lock.
 
@@ -43,8 +43,8 @@ class PrefixFolder:
         shards: int = 1,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """layout: the layout of the model's blocks. max_age_s: files not used for longer expire. shards: the number of
-        shards, each of which writes a file for each text."""
+        """layout: digest of the layout of the model's blocks. max_age_s: seconds without use after which files expire.
+        shards: number of shards; each writes a file of its own for each text."""
         self.folder = folder / _FOLDER
         self.bytes = 0
         self.size = size
@@ -79,7 +79,7 @@ class PrefixFolder:
         return len(listing.damaged) + (len(listing.incomplete) if alone else 0)
 
     def close(self) -> None:
-        """Gives up the lock for good."""
+        """Closes the lock file, and so releases the lock."""
         self.writing = False
         if self._lock >= 0:
             os.close(self._lock)
@@ -103,7 +103,7 @@ class PrefixFolder:
 
     @property
     def changed(self) -> bool:
-        """True if files may have come or gone since the folder was listed."""
+        """True if files may have been added or deleted since the folder was listed."""
         try:
             return changed_at(self.folder) != self._listed_at
         except OSError:
@@ -115,7 +115,7 @@ class PrefixFolder:
         return list_files(self.folder, self._own, self._shards, known, self._clock())
 
     def take(self, listing: Listing) -> list[StoredFile]:
-        """Notes which files have come and gone, and when others have used them. Returns damaged ones, to be deleted."""
+        """Updates the index by files that others have added, deleted or used. Returns damaged files, for `delete`."""
         for stem in listing.known - listing.files.keys():
             if (gone := self._files.get(stem)) is not None:
                 self.drop(gone)
@@ -156,30 +156,33 @@ class PrefixFolder:
             yield root
 
     def find(self, digest: bytes, *, state: bool = False) -> tuple[StoredFile, int] | None:
-        """Returns the file with the block, or the state, at the end of a text, and its place there; None: no file."""
+        """Returns the file with the block (or state) at the end of a text, and its index there; None if there is none.
+
+        digest: the digest after the text's last block.
+        """
         return self._entries.get((state, digest))
 
     def new_file(self, namespace: str, digests: Iterable[bytes], *, state: bool = False) -> StoredFile:
-        """Returns a file that is about to be written. It counts once it is added."""
+        """Returns a new file that is not in the index until `add`. digests: of its blocks, or of its state."""
         digests = tuple(digests)
         name = f"{self._own}-{namespace}-{digests[-1].hex()}.{'state' if state else 'blocks'}"
         return StoredFile(name, namespace, digests=digests)
 
     def path(self, file: StoredFile) -> Path:
-        """Returns the path to which each shard adds its rank."""
+        """Returns the path of a file, to which each shard adds its rank."""
         return self.folder / file.stem
 
     def add(self, file: StoredFile) -> None:
-        """Notes a file that has been written."""
+        """Adds a file that has been written to the index."""
         if (earlier := self._files.get(file.stem)) is not None:
             self.drop(earlier)
         file.used_at = self._clock()
         self._note(file)
 
     def use(self, files: Iterable[StoredFile]) -> list[StoredFile]:
-        """Notes that a text was read from these files, in its order. Returns those that are still there.
+        """Records that a text was read from these files, in its order. Returns those that are still in the index.
 
-        The first ones are deleted last: without them the others could not be reached.
+        The first files are deleted last: the others are of no use without them.
         """
         used = [file for file in files if self._files.get(file.stem) is file]
         for file in reversed(used):
@@ -188,14 +191,14 @@ class PrefixFolder:
         return used
 
     def make_room(self, size: int) -> list[StoredFile]:
-        """Forgets the least recently used files until there is room for `size` bytes. Returns them, to be deleted."""
+        """Drops the least recently used files until there is room for `size` bytes. Returns them, for `delete`."""
         dropped = []
         while self._files and self.bytes + size > self.size:
             dropped.append(self.drop(next(iter(self._files.values()))))
         return dropped
 
     def expired(self) -> list[StoredFile]:
-        """Forgets the files that were not used for too long. Returns them, to be deleted."""
+        """Drops the expired files. Returns them, for `delete`."""
         oldest = self._clock() - self._max_age_s
         expired = []
         for file in list(self._files.values()):
@@ -205,12 +208,12 @@ class PrefixFolder:
         return expired
 
     def forget(self, namespace: str) -> list[StoredFile]:
-        """Forgets all files of a namespace, those of other models, too. Returns them, to be deleted."""
+        """Drops all files of a namespace, also those of other models. Returns them, for `delete`."""
         name = self.namespace(namespace)
         return [self.drop(file) for file in list(self._files.values()) if file.namespace == name]
 
     def drop(self, file: StoredFile) -> StoredFile:
-        """Forgets a file. Returns it, to be deleted."""
+        """Removes a file from the index. Returns it, for `delete`."""
         if self._files.get(file.stem) is file:
             del self._files[file.stem]
             self.bytes -= file.size
@@ -220,7 +223,7 @@ class PrefixFolder:
         return file
 
     def delete(self, files: Iterable[StoredFile]) -> None:
-        """Deletes files that were forgotten."""
+        """Deletes files from the disk, which are no longer in the index."""
         for file in files:
             for rank in file.ranks:
                 with suppress(OSError):
@@ -252,7 +255,7 @@ class PrefixFolder:
 
     @property
     def _own(self) -> str:
-        """The beginning of the names of files of this model."""
+        """The beginning of the names of this model's files."""
         return self._layout.hex()[:16]
 
     def _note(self, file: StoredFile) -> None:

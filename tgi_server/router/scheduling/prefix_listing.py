@@ -17,17 +17,18 @@ _NAME = re.compile(
 )
 _UNFINISHED = re.compile(r"[A-Za-z0-9_]+\.unfinished")
 _DAY = 86400
-# Resolution of modification times: within it, a folder may change again and keep its modification time.
+# Resolution of modification times: within it, a folder may change again without a new modification time.
 _TICK_NS = 20_000_000
 
 
 @dataclass(slots=True, eq=False)
 class StoredFile:
-    """The files of all shards with consecutive entries of a text.
+    """The files of all shards with the same consecutive entries of a text: KV blocks, or one state snapshot.
 
-    stem: the name without the rank. namespace: of the texts that may share it, as names of files have it. ranks: that
-    have written it. size: bytes of all. digests: of the text up to the end of each entry; none of
-    a file that this model cannot use.
+    stem: the file name without the rank. namespace: digest of its cache namespace, as in the name. ranks: the shards
+    that have written their file. size: bytes of all shards' files. used_at: time of the last use, in seconds since
+    1970.
+    digests: for each entry, the digest of the text up to its end; empty if this model cannot use the file.
     """
 
     stem: str
@@ -45,11 +46,11 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files of a folder at a time.
+    """The files of a folder at one time.
 
-    files: by stem. known: stems that were known before. damaged: files of this
-    model that it cannot read. incomplete: files that lack those of some shards, which may be written now. changed_at:
-    the folder's time of change before it was read; 0 if it may have changed again since without another time.
+    files: all files, by stem. known: stems that were known before. damaged: files of this model that cannot be read.
+    incomplete: files that some shards have not written; they may be writing them now. changed_at: the folder's
+    modification time before it was read, in nanoseconds; 0 if a later change may have left that time unchanged.
     """
 
     files: dict[str, StoredFile]
@@ -60,15 +61,16 @@ class Listing:
 
 
 def changed_at(folder: Path) -> int:
-    """Returns when files came, went or were renamed last, in nanoseconds."""
+    """Returns the modification time of a folder, in nanoseconds: when files were last added, deleted or renamed."""
     return os.stat(folder).st_mtime_ns
 
 
 def list_files(folder: Path, layout: str, shards: int, known: Mapping[str, int], now: float) -> Listing:
-    """Reads a folder, and the headers of files with this layout that are not known. Raises OSError.
+    """Lists a folder, and reads the headers of this model's files that are not known yet. Raises OSError.
 
-    layout: of this model, as names have it. known: sizes of known files, by stem. now: in seconds.
-    Leftovers of servers that were killed are deleted.
+    layout: digest of this model's layout, as in file names. known: sizes of known files, by stem. now: in seconds.
+
+    Deletes unfinished files of servers that were killed.
     """
     before, began = changed_at(folder), time.time_ns()
     listing = Listing({}, frozenset(known), [], [], before if began - before > _TICK_NS else 0)
@@ -99,7 +101,7 @@ def _note(files: dict[str, StoredFile], entry: os.DirEntry[str], now: float) -> 
 
 
 def _read(folder: Path, file: StoredFile) -> bool:
-    """Notes the digests of a file. Returns False for one that is damaged; one that was just deleted has none."""
+    """Reads the digests of a file from its header. Returns False if it is damaged, but True if it was just deleted."""
     try:
         descriptor = os.open(file_of(folder / file.stem, 0), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

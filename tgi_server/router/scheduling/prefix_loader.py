@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 # Maximum wait for files: _LATE times the time to compute their tokens, but within these bounds.
 _LATE, _EARLIEST_LATE_S, _LATEST_LATE_S = 3.0, 1.0, 10.0
-# If reading is slower than computing, prompts are computed; after so many of them reading is measured again.
+# If reading is slower than computing, prompts are computed; after this many of them, reading is measured again.
 _TRIED_AGAIN = 16
 
 
 class PrefixLoader:
     """Reads files, for one request at a time.
 
-    block_bytes, snapshot_bytes: sizes in all shards together. task: the task that reads; None: nothing is read.
+    task: the task that reads; None: nothing is read.
     """
 
     def __init__(
@@ -38,7 +38,10 @@ class PrefixLoader:
         forecast: Forecast,
         metrics: PrefixDiskMetrics,
     ) -> None:
-        """forecast: estimates the time of a prompt token."""
+        """block_bytes, snapshot_bytes: bytes of a KV block and of a state snapshot, summed over all shards.
+
+        forecast: estimates the time of a prompt token.
+        """
         self._folder, self._block_bytes, self._snapshot_bytes = folder, block_bytes, snapshot_bytes
         self._shards = shards
         self._lending = lending
@@ -89,9 +92,9 @@ class PrefixLoader:
     async def _load_for(
         self, sequence: Sequence, stored: StoredPrefix, blocks: list[int], snapshot: int, batch_id: int
     ) -> None:
-        """Reads stored entries into `blocks` and into a snapshot, and lets the sequence join.
+        """Reads stored entries into `blocks` and into a snapshot, and then lets the sequence join.
 
-        batch_id: the id of the batch when blocks and snapshot were lent.
+        batch_id: id of the batch at the time when blocks and snapshot were lent.
         """
         lending, memory, text = self._lending, self._lending.memory, stored.text
         late = asyncio.get_running_loop().call_later(self._late_s(stored), self._give_up, sequence)
@@ -104,7 +107,7 @@ class PrefixLoader:
                 if memory.snapshots is not None and snapshot and read > len(blocks):
                     memory.snapshots.put(text.space, tokens, snapshot)
             lending.give_back([*stored.cached, *blocks], snapshot)
-        except RouterError as error:  # the shards may still write into the blocks: nobody gets them any more
+        except RouterError as error:  # the shards may still write to the blocks, so these are never given back
             logger.error("cached prefixes were not read from disk: %s", error)
             return
         finally:
@@ -117,7 +120,7 @@ class PrefixLoader:
             await asyncio.to_thread(self._folder.note_use, self._folder.use(stored.files))
 
     async def _load_files(self, stored: StoredPrefix, blocks: list[int], snapshot: int) -> int:
-        """Returns how many entries were read, blocks and the snapshot; fewer than all if a file is unusable.
+        """Reads the entries. Returns how many were read, the snapshot included; fewer than all if a file is unusable.
 
         Raises RouterError if the shards failed, so that the contents of the blocks are unknown.
         """
@@ -154,7 +157,7 @@ class PrefixLoader:
             raise
 
     def _late_s(self, stored: StoredPrefix) -> float:
-        """Returns the seconds after which a request no longer waits for what was found."""
+        """Returns the seconds after which a request no longer waits for its files."""
         token_s = self._forecast.token_s
         if token_s is None:
             return _LATEST_LATE_S

@@ -12,7 +12,10 @@ WIDTH = 4  # bytes of a token
 
 @dataclass(frozen=True, slots=True)
 class CachedText:
-    """A text whose blocks are cached. adapter: its digest. tokens: 4 bytes each. named: it is written whole."""
+    """A text whose blocks are cached. adapter: digest of the adapter's files. tokens: 4 bytes each.
+
+    named: True if all of its blocks are worth writing, however few are not on disk.
+    """
 
     space: Space
     adapter: str
@@ -25,8 +28,10 @@ class CachedText:
 class StoredPrefix:
     """Entries on disk that continue the cached part of a prompt.
 
-    text: up to the end of that. cached: its blocks in memory. places: of each further block. state: of the state after
-    the text, if sequences have states and that one is not in memory. gained: tokens that need not be computed.
+    text: the prompt up to the end of these entries. cached: its blocks in memory. places: file and index of each
+    further block. digests: the digest after each of these. state: file and digest of the state after the text; None if
+    sequences have no states, or it is in memory. gained: number of tokens that need not be computed thanks to the
+    entries.
     """
 
     text: CachedText
@@ -38,7 +43,7 @@ class StoredPrefix:
 
     @property
     def length(self) -> int:
-        """The tokens of the text."""
+        """Number of tokens of the text."""
         return len(self.text.tokens) // WIDTH
 
     @property
@@ -47,7 +52,7 @@ class StoredPrefix:
         return [*dict.fromkeys(file for file, _ in self.places), *state]
 
     def runs(self) -> list[tuple[StoredFile, int, int]]:
-        """Returns which blocks follow each other in a file: the file, the entry of the first, and how many they are."""
+        """Returns the runs of consecutive blocks in files: (file, index of the first entry, number of entries)."""
         runs: list[tuple[StoredFile, int, int]] = []
         for file, place in self.places:
             if runs and runs[-1][0] is file and runs[-1][1] + runs[-1][2] == place:
@@ -71,7 +76,7 @@ def find_stored(folder: PrefixFolder, memory: PagedMemory, sequence: Sequence) -
     usable = len(cached) if states is None else max(states, default=0) // size
     digests: list[bytes] = []
     places: list[tuple[StoredFile, int]] = []
-    end, state = 0, None  # of the longest beginning from which the prompt can continue
+    end, state = 0, None  # blocks and state of the longest prefix from which the prompt can continue
     for number, digest in enumerate(folder.chain(folder.root(adapter, namespace), tokens, size), start=1):
         if number > len(cached):
             if (place := folder.find(digest)) is None:
@@ -89,5 +94,5 @@ def find_stored(folder: PrefixFolder, memory: PagedMemory, sequence: Sequence) -
 
 
 def stored_adapter(sequence: Sequence) -> str | None:
-    """Returns the digest of the sequence's adapter, "" without one; None if its texts are not stored."""
+    """Returns the digest of the sequence's adapter, "" without an adapter; None if its texts cannot be stored."""
     return "" if sequence.adapter is None else sequence.adapter.digest or None

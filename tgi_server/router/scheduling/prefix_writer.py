@@ -22,16 +22,16 @@ _LEAST_TOKENS = 256
 _MOST_WAITING = 256
 # Seconds without writing after a file could not be written.
 _PAUSE_S = 60.0
-# Seconds between two attempts to get the lock while another server writes, and until writing pauses.
+# Seconds between two attempts to get the lock while another server writes, and seconds until writing is paused.
 _LOCK_EVERY_S, _LOCK_S = 0.05, 10.0
-# Last snapshots of a text's states that are written: the next turn may differ from it shortly before its end.
+# Number of a text's last state snapshots that are written: the next turn may differ shortly before the text's end.
 _STATES = 3
 
 
 class PrefixWriter:
     """Writes one text at a time.
 
-    block_bytes, snapshot_bytes: sizes in all shards together. task: the task that writes; None: nothing is written.
+    task: the task that writes; None: nothing is written.
     """
 
     def __init__(
@@ -44,7 +44,10 @@ class PrefixWriter:
         refresh: Callable[[], Awaitable[None]],
         metrics: PrefixDiskMetrics,
     ) -> None:
-        """refresh: lists the folder again, after other servers have changed it."""
+        """block_bytes, snapshot_bytes: bytes of a KV block and of a state snapshot, summed over all shards.
+
+        refresh: lists the folder again, after other servers have changed it.
+        """
         self._folder, self._block_bytes, self._snapshot_bytes = folder, block_bytes, snapshot_bytes
         self._shards = shards
         self._lending = lending
@@ -56,13 +59,13 @@ class PrefixWriter:
         self.task: asyncio.Task[None] | None = None
 
     def add(self, text: CachedText) -> None:
-        """Queues the blocks of a text to be written, unless they are on disk."""
+        """Queues the blocks of a text to be written, unless they are on disk already."""
         self._waiting.append(text)
         if self.task is None:
             self.task = asyncio.create_task(self._write_all())
 
     async def forget(self, namespace: str) -> int:
-        """Deletes the files of a namespace. Returns how many texts, or parts of a text, they were."""
+        """Deletes the files of a namespace. Returns how many files, counting those of all shards as one."""
         kept = [text for text in self._waiting if text.namespace != namespace]
         self._waiting.clear()
         self._waiting.extend(kept)
@@ -95,7 +98,7 @@ class PrefixWriter:
             self._lending.on_change()
 
     async def _lock(self) -> bool:
-        """Returns False if another server writes for too long."""
+        """Locks the folder. Returns False if another server holds the lock too long, or the folder cannot be read."""
         loop = asyncio.get_running_loop()
         since = loop.time()
         while not self._folder.lock():
@@ -118,7 +121,7 @@ class PrefixWriter:
         self._pause_until = asyncio.get_running_loop().time() + _PAUSE_S
 
     async def _write(self, text: CachedText) -> None:
-        """Writes the blocks of a text that are not on disk, some at a time, as long as they are in memory."""
+        """Writes the blocks of a text that are not on disk, in several files, as far as they are still in memory."""
         folder, memory = self._folder, self._lending.memory
         root, size = folder.root(text.adapter, text.namespace), memory.block_size
         digests = list(folder.chain(root, text.tokens, size))
@@ -145,7 +148,10 @@ class PrefixWriter:
     async def _store(
         self, text: CachedText, before: bytes, digests: list[bytes], blocks: list[int], snapshot: int = 0
     ) -> bool:
-        """Writes blocks, or a snapshot, into a file. Returns False if that is not possible. Raises RouterError."""
+        """Writes blocks or a snapshot to a file. Returns False if that is not possible. Raises RouterError.
+
+        before: the digest before the first of `digests`.
+        """
         folder, lending = self._folder, self._lending
         file = folder.new_file(folder.namespace(text.namespace), digests, state=snapshot > 0)
         request = pb.PrefixFile(
@@ -164,9 +170,9 @@ class PrefixWriter:
         return stored
 
     async def _write_file(self, file: StoredFile, request: pb.PrefixFile) -> bool:
-        """Makes room for a file, and has it written. Returns False if that is not possible.
+        """Makes room for a file, and has the shards write it. Returns False if that is not possible.
 
-        Raises RouterError if the shards may still read what they were to write.
+        Raises RouterError if the shards may still be reading the blocks.
         """
         folder = self._folder
         needed = len(request.block_ids) * self._block_bytes or self._snapshot_bytes

@@ -14,7 +14,7 @@ from tgi_server.router.scheduling.sequence import Sequence
 _WIDTH = 4  # bytes of a token
 # Maximum number of prompts, and of the bytes of their tokens, their texts and the texts of their requests.
 _MOST_PROMPTS, _MOST_BYTES = 1024, 64 * 2**20
-# Neighbors that are looked at, and similar prompts of each kind that are noted.
+# Maximum number of neighbors that are looked at, and of similar prompts of each kind that are recorded.
 _NEIGHBORS, _NEAREST = 32, 2
 
 N = TypeVar("N")
@@ -40,7 +40,7 @@ class _SortedPrompts:
         del self._prompts[index]
 
     def covered(self, tokens: bytes) -> Iterator[KnownPrompt]:
-        """Yields prompts that `tokens` begin with, or are equal to, the longest first."""
+        """Yields the prompts that are a prefix of `tokens` or equal to them, the longest first."""
         prompts = self._prompts
         index = bisect_left(prompts, tokens, key=_tokens_of)
         if index < len(prompts) and prompts[index].tokens == tokens:
@@ -51,13 +51,13 @@ class _SortedPrompts:
             yield prompts[place]
 
     def common(self, tokens: bytes) -> int:
-        """Returns how many bytes the nearest prompts have in common with `tokens`, at their beginnings."""
+        """Returns the length in bytes of the longest common prefix of `tokens` and any of the prompts."""
         index = bisect_left(self._prompts, tokens, key=_tokens_of)
         beside = self._prompts[max(index - 1, 0) : index + 1]
         return max((common_prefix(prompt.tokens, tokens, 0) for prompt in beside), default=0)
 
     def beginning(self, tokens: bytes) -> list[KnownPrompt]:
-        """Returns prompts that begin with `tokens`, the latest first, and not all if they are many."""
+        """Returns prompts that begin with `tokens`, the latest first; only some of them if there are many."""
         start = bisect_left(self._prompts, tokens, key=_tokens_of)
         found = takewhile(lambda prompt: prompt.tokens.startswith(tokens), self._prompts[start : start + _NEIGHBORS])
         return sorted(found, key=_request_of, reverse=True)
@@ -78,7 +78,10 @@ class PromptHistory:
         return len(self._all)
 
     def look_up(self, sequence: Sequence, space: tuple[str, str], held: int) -> None:
-        """Records what is known of the prompt of a sequence that is being admitted. held: tokens that the cache has."""
+        """Records how the prompt of a sequence relates to earlier ones, when the sequence is admitted.
+
+        held: number of the prompt's tokens that are in the cache, usable or not.
+        """
         source = sequence.request.source
         if source is None or source.lookup is not None or sequence.reports_prompt:
             return
@@ -88,7 +91,7 @@ class PromptHistory:
         elsewhere = owned.common(tokens) if owned is not None else 0
         nearest = own.beginning(tokens[:common]) if own is not None and common else []
         similar = nearest[:_NEAREST]
-        if common < self._block_size * _WIDTH:  # a beginning that many share says little
+        if common < self._block_size * _WIDTH:  # a prefix shorter than a block says little
             latest = (prompt for prompt in islice(reversed(self._all), _NEIGHBORS) if prompt.space == space)
             similar += [prompt for prompt in islice(latest, _NEAREST) if prompt not in similar]
         others = owned.beginning(tokens[:elsewhere]) if owned is not None and elsewhere > common else []
@@ -131,15 +134,15 @@ class PromptHistory:
             self._drop(next(iter(self._all)))
 
     def left(self, sequences: Iterable[Sequence]) -> None:
-        """Notes that only these sequences still have blocks."""
+        """Records that only these sequences still have blocks."""
         self._running = {each.id: self._running[each.id] for each in sequences if each.id in self._running}
 
     def ended(self, sequence: Sequence) -> None:
-        """Notes that a sequence gives up its blocks."""
+        """Records that a sequence releases its blocks."""
         self._running.pop(sequence.id, None)
 
     def forget(self, namespace: str) -> None:
-        """Forgets the prompts of a namespace."""
+        """Deletes the prompts of a namespace."""
         for prompt in [each for each in self._all if each.space[1] == namespace]:
             self._drop(prompt)
 

@@ -1,4 +1,4 @@
-"""Reports the queue, the running batch and the calls to the shards."""
+"""Reports the queue, the running batch and the calls to the shards as metrics."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ class BatchReport:
     """Reports what the scheduler does to the metrics."""
 
     def __init__(self, metrics: Metrics, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> None:
-        """info, capacity: what the shards responded to Info and Warmup."""
+        """info, capacity: the shards' responses to Info and Warmup."""
         self._speculates = info.speculate > 0
         self._batches = metrics.batches
         self._load = metrics.load
@@ -23,7 +23,7 @@ class BatchReport:
         self._load.block_size = info.block_size
 
     def queued(self, requests: int) -> None:
-        """requests: number of waiting requests."""
+        """Reports the number of waiting requests."""
         self._load.waiting = requests
 
     def sent(self, plan: FilterPlan | StepPlan) -> None:
@@ -35,11 +35,11 @@ class BatchReport:
             self._batches.admitted(len(plan.joined), plan.reason)
 
     def looked_up(self, sequence: Sequence) -> None:
-        """Counts what the prefix cache had of a prompt."""
+        """Counts the cached tokens of a prompt."""
         self._batches.looked_up(sequence.prompt_tokens, sequence.cached)
 
     def answered(self, plan: FilterPlan | StepPlan, response: pb.Answer, seconds: float) -> None:
-        """seconds: since the call was sent."""
+        """Reports the response to a call. seconds: time since the call was sent."""
         if isinstance(plan, FilterPlan):
             self._batches.filtered(Method.DECODE, seconds)
             return

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Sent:
-    """A call on its way. at: when it was sent, in seconds of the scheduler's clock."""
+    """A call in flight. at: when it was sent, in seconds of the scheduler's clock."""
 
     plan: StepPlan | FilterPlan
     pending: PendingResponse
@@ -53,11 +53,11 @@ class _Sent:
 
 
 class Scheduler:
-    """Takes requests from the API (`submission.Submitter`), and pushes their tokens into their sinks.
+    """Receives requests from the API (`submission.Submitter`), and pushes their tokens into their sinks.
 
-    While nothing is left to do its task sleeps. Whatever goes wrong with one request ends that one. When a call fails,
-    all requests in the batch fail with GenerationFailed; once the shards have shown that they work, it continues with
-    those that wait.
+    Its task sleeps while there is nothing to do. A fault of one request ends only that request. If a call fails, all
+    requests in the batch fail with GenerationFailed; once the shards have shown that they work, it continues with the
+    waiting requests.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Scheduler:
         recovery_timeout_s: float = 5.0,
         recovery_interval_s: float = 1.0,
     ) -> None:
-        """info, capacity: what the shards responded to Info and Warmup.
+        """info, capacity: the shards' responses to Info and Warmup.
 
-        adapters: that requests may name; None: none.
-        prefix_caching: what one request has computed is cached for others. disk: where it is stored, too.
-        fair: tenants get equal shares of the tokens, by their weights.
-        admission: requests that would surely miss their deadlines are refused.
-        target_gap_ms: between two tokens of a reply while images are computed; 0: the shards' default.
-        pace: says how many prompt tokens ride along with running replies. clock: in seconds.
-        idle_check_after_s: after so long without work, the block allocator and the prefix cache are checked once.
-        recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
-            and how long to wait before the next question.
+        adapters: the adapters that requests may name; None: no adapters.
+        prefix_caching: True caches computed tokens for other requests. disk: stores cached prefixes in files, too.
+        fair: True if tenants get shares of the tokens in proportion to their weights.
+        admission: True refuses requests that would certainly miss their deadlines.
+        target_gap_ms: target time between two tokens while images are encoded; 0: the shards' default.
+        pace: limits the prompt tokens of a step. clock: returns seconds.
+        idle_check_after_s: seconds without work after which the block allocator and the prefix cache are checked once.
+        recovery_timeout_s, recovery_interval_s: after a failure, the time-out of a health check of the shards, and the
+            time between two checks.
         """
         self._shards = shards
         self._report = BatchReport(metrics, info, capacity)
@@ -152,21 +152,21 @@ class Scheduler:
 
     @property
     def healthy(self) -> bool:
-        """True if the shards were well at their last response."""
+        """False while the shards do not recover from a failure."""
         return self._unhealthy is None
 
     @property
     def unanswered_seconds(self) -> float:
-        """The time for which the shards have owed the response to the oldest call; 0 if they owe none."""
+        """Seconds for which the shards have not answered the oldest call; 0 if no call is in flight."""
         return self._clock() - max(self._in_flight[0].at, self._answered_at) if self._in_flight else 0.0
 
     async def next_response(self) -> None:
-        """Returns when the shards have answered a step."""
+        """Waits until the shards have answered a step."""
         self._answered.clear()
         await self._answered.wait()
 
     def submit(self, request: PreparedRequest, sink: Sink) -> None:
-        """Queues the request; fails it at once when the shards are not there, or could never take or hold it."""
+        """Queues the request. Fails it at once if the shards are unhealthy, it is invalid, or it would be too late."""
         if self._unhealthy is not None:
             tell_end(request.id, sink, self._unhealthy)
             return
@@ -200,11 +200,11 @@ class Scheduler:
         self.waiting.add(sequence)
         self._work.set()
         self.sleep_mode.queued()
-        # The task may be waiting for shards that hang, and would tell only after that.
+        # Reported here: the task may be waiting for shards that hang, and would report it only after that.
         self._report.queued(len(self.waiting))
 
     def _check_images(self, request: PreparedRequest) -> None:
-        """Raises InvalidRequest for an image that is too large for a step, if none may be cut."""
+        """Raises InvalidRequest if an image is too large for a step and the model needs whole images in a step."""
         longest = max((image.length for image in request.images), default=0)
         if self._longest_image is not None and longest > self._longest_image:
             raise InvalidRequest(
@@ -213,7 +213,7 @@ class Scheduler:
             )
 
     def _check_time(self, sequence: Sequence) -> None:
-        """Raises RequestTimedOut if its deadline has passed, CannotBeInTime if it would surely miss it."""
+        """Raises RequestTimedOut if its deadline has passed, CannotBeInTime if it would certainly miss it."""
         request = sequence.request
         if sequence.deadline <= self._clock():
             raise RequestTimedOut("the deadline of the request passed before it could be queued")
@@ -234,7 +234,7 @@ class Scheduler:
             )
 
     def _refuse_hopeless(self) -> None:
-        """Ends requests that waited longer than was estimated, and would miss their deadlines if they began now."""
+        """Ends waiting requests that would miss their deadlines even if they began now."""
         while (first := self.waiting.first()) is not None and not first.started and self._admission:
             others = len(self.waiting) - 1 + len(self.batch)
             if not self._forecast.is_hopeless(first, self._clock(), others):
@@ -243,9 +243,9 @@ class Scheduler:
             self._end(first, CannotBeInTime("the server is busy: too little time is left for the request", 1))
 
     def cancel(self, request_id: int) -> str:
-        """Forgets the request; its sink is not called any more.
+        """Ends a request without calling its sink.
 
-        Returns how far it had come, and whether that is cached; nothing if the id is unknown.
+        Returns a text about its progress, for the log; empty if the id is unknown.
         """
         sequence = self.waiting.get(request_id) or self.batch.get(request_id)
         sequence = sequence or self._encoding.get(request_id) or self.early.get(request_id)
@@ -259,7 +259,7 @@ class Scheduler:
         return progress
 
     async def forget(self, namespace: str) -> int:
-        """Forgets what is cached under a namespace. Returns how many files were deleted."""
+        """Deletes everything that is cached under a namespace. Returns how many files were deleted."""
         self.early.forget(namespace)
         self.batch.memory.forget(namespace)
         return 0 if self.disk is None else await self.disk.forget(namespace)
@@ -284,7 +284,7 @@ class Scheduler:
         self._task = loop.create_task(self._run(), name="scheduler")
 
     async def stop(self) -> None:
-        """Ends the task; whatever has not ended fails."""
+        """Ends the task. Requests that have not ended fail."""
         self.sleep_mode.close()
         if self.disk is not None:
             await self.disk.stop()
@@ -311,7 +311,7 @@ class Scheduler:
                 await self._recover(GenerationFailed(f"the scheduler failed: {error}"))
 
     async def _step(self) -> None:
-        """Sends all calls that can be planned, then takes the oldest response; sleeps if none is due."""
+        """Sends all calls that can be planned, then receives the oldest response; sleeps if no call is in flight."""
         while self.send():
             pass
         self._show_state()
@@ -340,7 +340,7 @@ class Scheduler:
                 self._start(sequence)
 
     def _start(self, sequence: Sequence) -> bool:
-        """Tells a request that it has left the queue. Returns False if that ended it."""
+        """Notifies a request's sink that it has left the queue. Returns False if the sink raised: the request ends."""
         try:
             first = sequence.start()
         except SINK_FAULTS:
@@ -354,7 +354,7 @@ class Scheduler:
         return True
 
     async def receive(self) -> None:
-        """Waits for the response to the oldest call, and hands out its tokens. Raises GenerationFailed."""
+        """Waits for the response to the oldest call, and delivers its tokens. Raises GenerationFailed."""
         sent = self._in_flight[0]
         response = await sent.pending.response()
         self._in_flight.popleft()
@@ -365,14 +365,14 @@ class Scheduler:
         self._steps_in_flight -= 1
         self._answered.set()
         step = sent.plan.replies, sent.plan.prompt_tokens, self._answered_at - started
-        # While images are computed, their pieces lengthen the gaps: they fill what steps leave.
+        # While images are encoded, that takes up the time between steps, so their durations say nothing.
         if not (self._encoding.running and self._pace.measured):
             self._pace.observe(*step)
         self._forecast.observe(*step, self._answered_at)
         self._deliver(response.step)
 
     def _deliver(self, step: pb.StepResponse) -> None:
-        """Hands out the tokens of a step, and ends the requests that end with them."""
+        """Delivers the tokens of a step to their sequences, and ends the requests that end with them."""
         self.batch.answered += 1
         for generation in step.generations:
             sequence = self.batch.get(generation.request_id)
@@ -393,7 +393,7 @@ class Scheduler:
                 self.disk.computed(sequence)  # its prompt: the answer may take minutes
 
     def _end(self, sequence: Sequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:
-        """Ends a request, the one way there is, whether it waits or runs. outcome: None if its client has left."""
+        """Ends a request that waits or runs. Every request ends here. outcome: None if its client has disconnected."""
         self.early.leave(sequence)
         self._encoding.leave(sequence)
         self.waiting.leave(sequence)
@@ -405,12 +405,12 @@ class Scheduler:
         sequence.finish(outcome)
 
     def _drop_broken(self, sequence: Sequence) -> None:
-        """Ends a request in the middle of whose planning something was raised."""
+        """Ends a request whose planning has raised an exception, so that its state may be inconsistent."""
         self.batch.disown(sequence)
         self._end(sequence, GenerationFailed("the request could not be scheduled"))
 
     async def _sleep(self) -> None:
-        """Returns when requests have come. Checks the block allocator, if there is time before they come."""
+        """Waits for requests. Checks the block allocator once if none come for some time."""
         self._work.clear()
         if self._unchecked and not await self._work_within(self._idle_check_after_s):
             self._check_blocks()
@@ -419,14 +419,14 @@ class Scheduler:
         await asyncio.sleep(0)  # requests that come together are admitted together
 
     async def _work_within(self, seconds: float) -> bool:
-        """Returns False if nothing comes within this time."""
+        """Returns False if no work comes within this time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):  # Python 3.11's wait_for ignores a cancellation just after the work
                 await self._work.wait()
         return self._work.is_set()
 
     def _check_blocks(self) -> None:
-        """Looks for blocks without a holder, or that are held but free."""
+        """Checks the block allocator and the prefix cache, and rebuilds them if they are inconsistent."""
         self._unchecked = False
         try:
             self.batch.check()
@@ -438,7 +438,7 @@ class Scheduler:
         self._report.state(self.waiting, self.batch, self._adapters)
 
     async def _recover(self, error: RouterError) -> None:
-        """Fails the batch. Returns when the shards have forgotten it and compute; until then all requests fail."""
+        """Fails the batch. Returns when the shards have dropped it and are healthy; until then all requests fail."""
         logger.error("a batch of %d requests failed: %s", len(self.batch), error)
         self.fail_running(error if isinstance(error, GenerationFailed) else GenerationFailed(str(error)))
         while True:
@@ -458,7 +458,7 @@ class Scheduler:
                 return
 
     def fail_running(self, error: RouterError) -> None:
-        """Waits for no call any more, and fails the batch: the shards have lost it, and with it all that is cached."""
+        """Cancels all calls in flight and fails the batch: the shards have lost it, and all cached prefixes with it."""
         for sent in self._in_flight:
             sent.pending.cancel()
         self._in_flight.clear()
@@ -470,7 +470,7 @@ class Scheduler:
         self._show_state()
 
     def _fail_adapter(self, adapter: Adapter, error: RouterError) -> None:
-        """Fails the requests that wait for an adapter that cannot be made ready."""
+        """Fails the requests that wait for an adapter that cannot be loaded."""
         for sequence in [sequence for sequence in self.waiting if sequence.adapter is adapter]:
             self._end(sequence, GenerationFailed(f"the adapter {adapter.id!r} could not be loaded: {error}"))
         self._show_state()

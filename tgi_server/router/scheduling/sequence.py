@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: its tokens, how far it is, and the KV blocks that it holds."""
+"""One request in the scheduler: its tokens, its progress, and the KV blocks that it holds."""
 
 import asyncio
 import logging
@@ -18,46 +18,45 @@ from tgi_server.wire import finish_reason_from_message
 
 logger = logging.getLogger(__name__)
 
-# Where everybody shares the prefix cache, exact numbers would reveal others' prompts, guess by guess. OpenAI
-# counts cached tokens in the same steps.
+# If all clients share the prefix cache, exact counts of cached tokens would let a client find out others' prompts by
+# guessing. OpenAI's API rounds to the same multiple.
 _CACHED_TOKENS_STEP = 128
 
-# A request that comes so much later than another of its class never overtakes it, whatever its deadline is.
+# A request never overtakes one of its class that came this many seconds earlier, whatever the deadlines are.
 _LONGEST_OVERTAKEN_S = 10.0
-
-# A text that ends before its deadline does so by these seconds, or this share of its time, so that it arrives.
+# A text with a deadline ends earlier by these seconds, or this share of its time, so that it arrives in time.
 _LATEST_END_S, _LATEST_END_SHARE = 0.03, 0.05
 
 # The end of a request: the reason, or the error that it failed with.
 Outcome = FinishReason | RouterError
 
-# A sink that asks a cancelled future raises CancelledError, which must not end the scheduler's task.
+# A sink that uses a cancelled future raises CancelledError, which must not end the scheduler's task.
 SINK_FAULTS = (Exception, asyncio.CancelledError)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Knows nothing of other requests. Its state changes only through its methods.
+    """One request. Knows nothing of other requests. Its state changes only through its methods.
 
-    speculates: one step may yield several tokens, which the shards drafted and found right.
-    adapter: the one that computes it beside the model, if any.
-    message: what the shards receive when it joins their batch. size: bytes of that, its grammar and its images.
-    images: of its prompt.
-    tokens: the prompt and what has been generated, as 32-bit numbers. prompt_tokens, max_total_tokens: how many the
-        prompt has, and how many there may be in the end. known: how many there were on admission; the
-        step that computes the last of them yields the next token.
-    computed: known tokens whose keys and values are in the blocks once the calls sent so far are done. It stops at
-        `known`: from then on each step computes one more, which is not counted here.
-    blocks: the block table as the shards know it. cached: tokens that were found in its first blocks on admission.
-    first_step: the step that computes the last known token and yields the next; from then on each step computes the
-        token that the one before it yielded.
-    newest: tokens of its last generation; perhaps no step has computed them yet.
-    save_lengths: of its prompt, at which its states are worth a snapshot. saved: the length of the last snapshot since.
-    likely_cached: known tokens that were cached when it was queued; 0 once it has joined. on_disk: the same, if some
-        of them are to be read from disk; 0: none are.
-    without_place_since: the step at which there was no place for its adapter; None: it has not waited for one.
-    submitted_at: in seconds of the scheduler's clock. place: sequences are served in this order, a lower class before
-        a higher one, and within it the earlier deadline. closing: its grammar is ending the text.
+    speculates: True if the shards draft tokens, so that one step may yield several. adapter: its LoRA adapter, or None.
+    message: the message that the shards receive when it joins their batch. size: bytes of message, grammar and images.
+    images: the images of its prompt.
+    tokens: ids of the prompt's and the generated tokens, as 32-bit numbers. prompt_tokens: number of the prompt's.
+        max_total_tokens: maximum number of all. known: number of all on admission; the step that computes the last of
+        them yields the next token.
+    computed: number of known tokens whose keys and values are in the blocks once the calls sent so far are done. It
+        stays at `known` later, although each step then computes one more token.
+    blocks: the block table, as in the shards. cached: number of tokens that were in its first blocks on admission.
+    first_step: the step that computes the last known token and yields the next. From then on each step computes the
+        token that the step before has yielded.
+    newest: number of tokens of its last generation; perhaps no step has computed them yet.
+    save_lengths: lengths of its prompt at which to save the states in a snapshot. saved: length of the last snapshot.
+    likely_cached: number of known tokens that were cached when it was queued; 0 once it has joined. on_disk: the same,
+        if some of them have to be read from disk; otherwise 0.
+    without_place_since: the step at which it was first found to wait for its adapter; None: it has not waited.
+    submitted_at: seconds of the scheduler's clock. place: sort key for the order of serving: by class, lower first,
+    then
+        by deadline. closing: True if its grammar is completing the text.
     """
 
     request: PreparedRequest
@@ -87,7 +86,7 @@ class Sequence:
     without_place_since: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest for a request that no message to the shards can hold."""
+        """Raises InvalidRequest if the request has a value that a message to the shards cannot hold."""
         try:
             self.message = calls.request_message(self.request, self.adapter.key if self.adapter else "")
             self.tokens = array("I", self.request.input_ids)
@@ -128,17 +127,17 @@ class Sequence:
 
     @property
     def ends_early(self) -> bool:
-        """True if its text ends before the deadline as it is, or whole, and arrives in time."""
+        """True if its text, as it is or completed by its grammar, is to be returned before the deadline."""
         return self.request.options.on_timeout in ("partial", "complete") and isfinite(self.request.deadline)
 
     @property
     def closes(self) -> bool:
-        """True if its grammar is to end the text before the deadline."""
+        """True if its grammar has to complete the text before the deadline."""
         options = self.request.options
         return options.on_timeout == "complete" and options.grammar is not None and isfinite(self.request.deadline)
 
     def close(self) -> None:
-        """Notes that the shards have its grammar end the text."""
+        """Records that the shards have been told to complete the text by its grammar."""
         self.closing = True
 
     def time_up(self) -> Outcome:
@@ -148,66 +147,66 @@ class Sequence:
         return RequestTimedOut(f"the deadline of the request has passed; {self._answered()}")
 
     def progress(self) -> str:
-        """Returns how far the request has come, for the log: clients could tell from it what others' prompts say."""
+        """Returns a text about the request's progress, for the log. Clients could infer others' prompts from it."""
         if not self.started or self.generated:
             return self._answered()
         return f"{self.computed:,} of {self.prompt_tokens:,} tokens of its prompt were computed"
 
     def _answered(self) -> str:
-        """Returns how many tokens have been generated."""
+        """Returns a text about the number of generated tokens."""
         if not self.started:
             return "it waited for a place in a batch"
         return f"it has {self.generated} of at most {self.most_generated} tokens"
 
     def beginning(self, tokens: int) -> bytes:
-        """Returns the first tokens, 4 bytes each, as the prefix cache has them: in an image by what it shows."""
+        """Returns the first tokens for the prefix cache, 4 bytes each, with image digests in place of image tokens."""
         return self.images.keyed(self.tokens[:tokens].tobytes())
 
     @property
     def jumps(self) -> bool:
-        """True if one step may yield several tokens: drafted ones, or such as its grammar leaves no choice about."""
+        """True if one step may yield several tokens: drafted tokens, or jump-forward tokens of its grammar."""
         return self.speculates or self.request.options.grammar is not None
 
     @property
     def reports_prompt(self) -> bool:
-        """True if the logprobs of its prompt are still to be reported, so that all of it has to be computed."""
+        """True if the logprobs of its prompt have to be reported, so that all of the prompt has to be computed."""
         return self.request.options.report.prefill_logprobs and self.generated == 0
 
     @property
     def remaining(self) -> int:
-        """Known tokens that no call has computed yet."""
+        """Number of known tokens that no call has computed yet."""
         return self.known - self.computed
 
     @property
     def to_compute(self) -> int:
-        """Known tokens that are likely to be computed before its next token."""
+        """Number of known tokens that probably have to be computed before its next token."""
         return self.remaining - self.likely_cached
 
     @property
     def last_step(self) -> int:
-        """The step that yields the sequence's last token, unless it ends before."""
+        """The step that yields the sequence's last token, unless it ends earlier."""
         assert self.first_step is not None
         return self.first_step + self.max_total_tokens - self.known - 1
 
     @property
     def settled(self) -> int:
-        """Tokens whose keys and values are surely in the blocks once all calls sent so far are done.
+        """Number of tokens whose keys and values are certainly in the blocks once all calls sent so far are done.
 
-        Those of the newest tokens are not: the step that would compute them may never be sent.
+        The newest tokens are not counted: the step that would compute them may never be sent.
         """
         return self.computed if self.first_step is None else len(self.tokens) - self.newest
 
     def full_step(self, block_size: int) -> int | None:
-        """Returns the step for which the sequence needs its next block; None if it ends before.
+        """Returns the step for which the sequence needs its next block; None if it ends earlier.
 
-        `first_step` computes position `known` - 1, each later step the position after.
+        `first_step` computes position `known` - 1, and each later step the next position.
         """
         assert self.first_step is not None
         step = self.first_step + len(self.blocks) * block_size - (self.known - 1)
         return step if step <= self.last_step else None
 
     def wait_for_place(self, step: int) -> None:
-        """Notes at which step it was first found to wait for its adapter."""
+        """Records the step at which it was first found to wait for its adapter."""
         if self.without_place_since is None:
             self.without_place_since = step
 
@@ -219,11 +218,11 @@ class Sequence:
         earlier_reply: Iterable[int] = (),
         snapshot: int = 0,
     ) -> None:
-        """Gives the sequence the blocks of its known tokens, with which it joins the shards' batch.
+        """Gives the sequence blocks for its known tokens, with which it joins the shards' batch.
 
-        cached: known tokens that are in them already. copy: made before anything is computed.
-        earlier_reply: the beginning of a reply to the same prompt. snapshot: the number of the one after the cached
-        tokens.
+        cached: number of known tokens that are in them already. copy: block copy to make before anything is computed.
+        earlier_reply: tokens of an earlier reply to the same prompt, as a draft. snapshot: number of the snapshot of
+        the states after the cached tokens; 0: there is none.
         """
         self.blocks = list(blocks)
         self.cached = self.computed = cached
@@ -242,7 +241,7 @@ class Sequence:
         )
 
     def start(self) -> bool:
-        """Tells the sink that the request has left the queue. Returns False after a preemption: then it knows."""
+        """Notifies the sink that the request has left the queue. Returns False if that was done before a preemption."""
         if self.started:
             return False
         self.started = True
@@ -251,25 +250,25 @@ class Sequence:
         return True
 
     def find_prompt(self) -> None:
-        """Notes that its prompt has been computed for the beginning of its answer, which is known."""
+        """Counts the whole prompt as cached: the beginning of the answer is known from an early answer."""
         self.cached = self.prompt_tokens
 
     def send_to(self, sink: Sink) -> None:
-        """Has `sink` receive its tokens from now on."""
+        """Sends its tokens to `sink` from now on."""
         self.sink = sink
 
     def compute(self, tokens: int, step: int) -> None:
-        """Notes that step `step` computes the next `tokens` known tokens."""
+        """Records that step `step` computes the next `tokens` known tokens."""
         self.computed += tokens
         if self.remaining == 0:
             self.first_step = step
 
     def grow(self, block: int) -> None:
-        """Gives the sequence one block more."""
+        """Appends a block to the block table."""
         self.blocks.append(block)
 
     def advance(self, generation: pb.Generation) -> Outcome | None:
-        """Takes the tokens that a step yielded, and pushes the visible ones into the sink.
+        """Appends the tokens that a step yielded, and pushes the visible ones into the sink.
 
         Returns how the request ends with them; None if it continues.
         """
@@ -290,7 +289,7 @@ class Sequence:
         return finish_reason_from_message(generation.finish_reason) or stop
 
     def preempt(self) -> None:
-        """Sends the sequence back to the queue. Its tokens are computed again, but for those in the prefix cache."""
+        """Resets the sequence for the queue. Its tokens are computed again, except those in the prefix cache."""
         self.known = len(self.tokens)
         self.computed = self.cached = 0
         self.blocks = []
@@ -298,13 +297,13 @@ class Sequence:
         self.newest = 1
 
     def finish(self, outcome: Outcome | None) -> None:
-        """Tells the sink how the request ended. outcome: None if its client has left."""
+        """Notifies the sink of the end of the request. outcome: None, without a notification: its client has left."""
         if outcome is not None:
             tell_end(self.request.id, self.sink, outcome)
 
 
 def tell_end(request_id: int, sink: Sink, outcome: Outcome) -> None:
-    """Tells the sink of a request how it ended. A sink that raises affects no other request."""
+    """Notifies the sink of a request of its end. An exception of the sink is logged and affects no other request."""
     try:
         if isinstance(outcome, FinishReason):
             sink.finished(outcome)
@@ -317,7 +316,7 @@ def tell_end(request_id: int, sink: Sink, outcome: Outcome) -> None:
 
 
 def _drop_hidden(generation: pb.Generation) -> None:
-    """Removes the tokens that only the model sees from a step's."""
+    """Removes the tokens that only the model sees (hints) from those of a step."""
     for place in reversed(generation.hidden):
         del generation.token_ids[place]
         if generation.logprobs:

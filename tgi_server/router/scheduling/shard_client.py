@@ -19,16 +19,16 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
-    # A shard that is not there yet may be there any moment.
+    # A shard that cannot be reached yet may be reachable any moment.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.enable_http_proxy", 0),
-    # A shard whose process is frozen, or whose machine is gone, is noticed while its answer is awaited: gRPC's own
-    # threads respond to pings whatever the shard computes.
+    # Detects a frozen process or a lost machine while waiting for an answer: gRPC's own threads respond to pings
+    # whatever the shard computes.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]
-# Seconds within which a running process accepts a connection.
+# Seconds after which a process that does not accept a connection counts as frozen.
 _CONNECT_SECONDS = 2.0
 
 Response = TypeVar("Response")
@@ -41,7 +41,7 @@ class ShardClient:
     """
 
     def __init__(self, url: str, rank: int, grammar_url: str | None = None) -> None:
-        """url: gRPC target, unix:///path or ipv4:ADDRESS:PORT. grammar_url: that of the GrammarService, if known."""
+        """url: gRPC target, unix:///path or ipv4:ADDRESS:PORT. grammar_url: target of the GrammarService, if known."""
         self.rank = rank
         self._url = url
         self._released: list[int] = []
@@ -56,7 +56,7 @@ class ShardClient:
             await channel.close()
 
     async def connects(self) -> bool:
-        """Returns False for a process that is frozen or gone. A busy one accepts connections, in gRPC's threads."""
+        """Returns False if the process is frozen or gone. A busy one accepts connections in gRPC's threads."""
         async with grpc.aio.insecure_channel(self._url, options=_CHANNEL_OPTIONS) as channel:
             with suppress(TimeoutError):
                 await asyncio.wait_for(channel.channel_ready(), _CONNECT_SECONDS)
@@ -64,7 +64,7 @@ class ShardClient:
         return False
 
     async def siblings(self, timeout_s: float) -> list[tuple[str, str]]:
-        """Returns the addresses of all shards' two services in rank order, once this one listens. Raises Unhealthy."""
+        """Waits until this shard listens. Returns both services' addresses of all shards, by rank. Raises Unhealthy."""
         try:
             found: pb.ServiceDiscoveryResponse = await self.stub.ServiceDiscovery(
                 pb.ServiceDiscoveryRequest(), timeout=timeout_s, wait_for_ready=True
@@ -76,10 +76,10 @@ class ShardClient:
     async def compile(
         self, grammar: pb.Grammar, pin: int, client: str, tried: pb.CompileResponse | None, timeout_s: float
     ) -> pb.CompileResponse:
-        """Has the grammar compiled, and stored until its pin is released. client: name for fair scheduling.
-        tried: the response of another shard.
+        """Has the shard compile a grammar, and keep it until `pin` is released.
 
-        Raises Overloaded, and errors of gRPC.
+        client: name for fair scheduling. tried: response of another shard, whose result is used; None: it is tried
+        here. Raises Overloaded, and errors of gRPC.
         """
         released, self._released = self._released, []
         request = pb.CompileRequest(grammar=grammar, pin=pin, released=released, client=client)
@@ -95,7 +95,7 @@ class ShardClient:
         return response
 
     def release(self, pin: int) -> None:
-        """Lets the shard forget the grammar: it learns so with the next one to compile, which may need the room."""
+        """Releases a grammar. The shard is told with the next one to compile, as it needs the memory only then."""
         self._released.append(pin)
 
     def explain(self, error: grpc.aio.AioRpcError) -> Unhealthy:
@@ -109,7 +109,7 @@ class ShardClient:
 
 
 class CallStreams:
-    """A stream to each of some shards, for calls that go to all of them and are answered in turn."""
+    """One stream to each shard, for calls that go to all shards and are answered in order."""
 
     def __init__(self, shards: Sequence[ShardClient]) -> None:
         self.open = True
@@ -117,12 +117,12 @@ class CallStreams:
         self._outgoing: list[asyncio.Queue[pb.Call]] = [asyncio.Queue() for _ in shards]
         self._streams = [shard.stub.Run(_all_of(out)) for shard, out in zip(shards, self._outgoing, strict=True)]
         self._turn = asyncio.Lock()
-        self._answered = 0  # calls, by all shards
+        self._answered = 0  # number of calls that all shards have answered
         self._silent: set[int] = set()
 
     @property
     def silent(self) -> list[ShardClient]:
-        """The shards that have not answered the call whose responses were requested last."""
+        """The shards that have not answered the call of the last `responses`."""
         return [self._shards[rank] for rank in sorted(self._silent)]
 
     def send(self, call: pb.Call) -> None:
@@ -142,7 +142,7 @@ class CallStreams:
             return responses
 
     def close(self) -> None:
-        """Makes the shards forget what they hold; calls that have not been answered never are."""
+        """Cancels the streams: the shards drop their batches and answer no further calls."""
         self.open = False
         for stream in self._streams:
             stream.cancel()
@@ -161,7 +161,7 @@ class CallStreams:
 
 
 class PendingResponse:
-    """A call that has been sent to every shard. Wait for its response in the order of sending, or cancel it."""
+    """A call that has been sent to all shards. Wait for responses in the order of sending, or cancel."""
 
     __slots__ = ("_streams", "_timeout")
 
@@ -170,9 +170,9 @@ class PendingResponse:
         self._timeout = timeout_s
 
     async def response(self) -> pb.Answer:
-        """Returns what all shards agree on. Raises GenerationFailed when one of them fails, or when they disagree.
+        """Returns the response, which is the same for all shards. Raises GenerationFailed if a shard fails or differs.
 
-        After a failure nothing else that was sent to them is answered.
+        After a failure no other call in flight is answered.
         """
         try:
             async with asyncio.timeout(self._timeout):
@@ -185,21 +185,21 @@ class PendingResponse:
             raise
 
     def cancel(self) -> None:
-        """Cancels all that was sent with it, too: shards do one thing after the other."""
+        """Cancels all calls in flight, as they share the streams."""
         self._streams.close()
 
 
 class ShardedClient:
-    """Sends every call to all shards, in the same order, and gives back the one response that they agree on.
+    """Sends every call to all shards, in the same order, and returns the response on which they agree.
 
-    Calls that change the batch share one stream to each shard, which is opened with the first of them, and again with
-    the next one after a failure.
+    Calls that change the batch share one stream to each shard. It is opened by the first call, and again by the first
+    one after a failure.
 
-    in_use: entered by calls beside those, which need a model that is awake.
+    in_use: a context that keeps the model awake, entered by other calls that need the model.
     """
 
     def __init__(self, shards: Sequence[ShardClient], *, call_timeout_s: float = 300.0) -> None:
-        """call_timeout_s: seconds after which a call counts as failed."""
+        """call_timeout_s: seconds after which a call of the stream counts as failed."""
         self.in_use: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self._shards = tuple(shards)
         self._timeout = call_timeout_s
@@ -209,9 +209,9 @@ class ShardedClient:
     async def connect(
         cls, master_uds_path: str, *, timeout_s: float = 30.0, call_timeout_s: float = 300.0
     ) -> "ShardedClient":
-        """Asks the shard at `master_uds_path` for its siblings, and opens a channel to each.
+        """Asks the shard at `master_uds_path` for the addresses of all shards, and connects to each.
 
-        Raises Unhealthy when one of them does not answer within `timeout_s` seconds.
+        Raises Unhealthy if a shard does not answer within `timeout_s` seconds.
         """
         master = ShardClient(f"unix://{master_uds_path.removeprefix('unix://')}", 0)
         try:
@@ -238,9 +238,10 @@ class ShardedClient:
         await asyncio.gather(*(shard.siblings(timeout_s) for shard in self._shards))
 
     async def info(self, timeout_s: float = 30.0) -> pb.InfoResponse:
-        """Returns what the first shard loaded; once all are warmed up, what fits on each, too. Raises Unhealthy.
+        """Returns the first shard's description of the model. Raises Unhealthy.
 
-        `shares_memory` is true if each can read this process's memory.
+        Once all shards are warmed up, it has the smallest capacity of all. `shares_memory` is True if all shards can
+        read this process's memory.
         """
         probe = _probe()
         request = pb.InfoRequest(probe=None if probe is None else shared_to_message(probe))
@@ -253,21 +254,24 @@ class ShardedClient:
         return responses[0]
 
     async def warmup(self, request: pb.WarmupRequest, timeout_s: float | None = None) -> pb.WarmupResponse:
-        """Returns what fits on every shard. Takes as long as the largest step does. Raises Unhealthy."""
+        """Warms up all shards. Returns the capacity that every shard has. Raises Unhealthy.
+
+        timeout_s: None: no time-out, as it takes as long as the largest step.
+        """
         responses: list[pb.WarmupResponse] = await self._ask("Warmup", request, timeout_s)
         return _smallest(responses)
 
     async def health(self, timeout_s: float) -> None:
-        """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
+        """Has every shard compute something. Raises Unhealthy if one fails or takes more than `timeout_s` seconds."""
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
     async def compile(self, grammar: pb.Grammar, pin: int, client: str, timeout_s: float = 120.0) -> pb.CompileResponse:
-        """Has every shard compile a grammar; steps go on meanwhile. Returns the response of the first that refuses it.
+        """Has every shard compile a grammar, concurrently with steps. Returns a response, that of a refusal if any.
 
-        The first shard tries it, and the others use its result, so that all decide alike. They keep the grammar until
-        `pin`, a unique number, is released. client: name for fair scheduling.
+        The first shard tries the grammar, and the others use its result, so that all decide the same. They keep the
+        grammar until `pin`, a unique number, is released. client: name for fair scheduling.
 
-        Raises Overloaded when too many grammars are being compiled, and Unhealthy.
+        Raises Overloaded if too many grammars are being compiled, and Unhealthy.
         """
         tried, fault = None, None
         asked: list[ShardClient] = []
@@ -294,7 +298,7 @@ class ShardedClient:
                     shard.release(pin)
 
     def release(self, pin: int) -> None:
-        """The grammar with this pin is not needed any more, if it was compiled at all."""
+        """Releases the grammar with this pin on all shards, if it was compiled at all."""
         for shard in self._shards:
             shard.release(pin)
 
@@ -309,9 +313,10 @@ class ShardedClient:
     async def encode_images(
         self, images: Iterable[Image], target_gap_ms: float = 0.0, timeout_s: float = 300.0
     ) -> None:
-        """Has every shard compute what the model makes of images; steps go on meanwhile.
+        """Has every shard encode images, concurrently with steps.
 
-        Raises InvalidRequest for images that the model cannot take, and Unhealthy.
+        target_gap_ms: target time between two tokens of running requests meanwhile; 0: the shards' default.
+        Raises InvalidRequest for images that the model cannot process, and Unhealthy.
         """
         request = pb.EncodeImagesRequest(images=map(image_to_message, images), target_gap_ms=target_gap_ms)
 
@@ -329,9 +334,9 @@ class ShardedClient:
     async def load_adapter(
         self, adapter_id: str, folder: str, *, check_only: bool = False, timeout_s: float = 300.0
     ) -> pb.LoadAdapterResponse:
-        """Has every shard read an adapter from a folder; steps go on meanwhile. check_only: it is dropped afterwards.
+        """Has every shard load an adapter from a folder, concurrently with steps. check_only: True drops it afterwards.
 
-        Raises InvalidRequest when it does not fit the model, and Unhealthy.
+        Raises InvalidRequest if it does not fit the model, and Unhealthy.
         """
         request = pb.LoadAdapterRequest(adapter_id=adapter_id, folder=folder, check_only=check_only)
 
@@ -349,14 +354,14 @@ class ShardedClient:
         return responses[0]
 
     async def unload_adapter(self, adapter_id: str, timeout_s: float = 60.0) -> None:
-        """Has every shard forget an adapter that no step on its way computes with. Raises Unhealthy."""
+        """Has every shard unload an adapter, which no step in flight may use. Raises Unhealthy."""
         async with self.in_use():
             await self._ask("UnloadAdapter", pb.UnloadAdapterRequest(adapter_id=adapter_id), timeout_s)
 
     async def sleep(self, *, grammars: bool = False, timeout_s: float = 600.0) -> int:
-        """Puts every shard to sleep. Returns the bytes of memory that they hold less. Raises CannotSleep and Unhealthy.
+        """Puts every shard to sleep. Returns the bytes of memory that they freed. Raises CannotSleep and Unhealthy.
 
-        grammars: the tables for grammars are given up, too. After an error some of the shards may sleep.
+        grammars: True frees the tables for grammars, too. After an error some of the shards may sleep.
         """
         request = pb.SleepRequest(grammars=grammars)
 
@@ -376,27 +381,30 @@ class ShardedClient:
         await self._ask("Wake", pb.WakeRequest(), timeout_s)
 
     async def describe_files(self, timeout_s: float = 30.0) -> list[pb.DescribeFilesResponse]:
-        """Returns what files of each shard have to fit. Raises Unhealthy, also for shards that write none."""
+        """Returns each shard's description of its files, such as their layout. Raises Unhealthy, also without files."""
         responses: list[pb.DescribeFilesResponse] = await self._ask(
             "DescribeFiles", pb.DescribeFilesRequest(), timeout_s
         )
         return responses
 
     async def store_file(self, request: pb.PrefixFile) -> tuple[set[int], int]:
-        """Has every shard write a file. Returns their ranks, and the bytes of all. Raises as `load_file` does."""
+        """Has every shard write a file. Returns the shards' ranks, and the bytes of all files.
+
+        Raises InvalidRequest if a shard cannot, once all have ended; Unhealthy if some may still be writing.
+        """
         responses = await self._transfer("StoreFile", request)
         return set(range(len(responses))), sum(response.bytes for response in responses)
 
     async def load_file(self, request: pb.PrefixFile) -> tuple[int, float]:
-        """Has every shard read from its file. Returns the bytes of all, and the seconds of the slowest.
+        """Has every shard read from its file. Returns the bytes that all have read, and the seconds of the slowest.
 
-        Raises InvalidRequest if a shard cannot, once all have ended; Unhealthy if some may still be at it.
+        Raises InvalidRequest if a shard cannot, once all have ended; Unhealthy if some may still be reading.
         """
         responses = await self._transfer("LoadFile", request)
         return sum(response.bytes for response in responses), max(response.read_ns for response in responses) / 1e9
 
     async def _transfer(self, method: str, request: pb.PrefixFile) -> list[Any]:
-        """Nothing bounds its time: only the response says that a shard does not use the blocks any more."""
+        """Calls `method` of all shards. No time-out: only a response tells that a shard is done with the blocks."""
         calls = (getattr(shard.stub, method)(request) for shard in self._shards)
         responses: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
         refusals = []
@@ -412,7 +420,7 @@ class ShardedClient:
         return responses
 
     def send(self, call: pb.Call, timeout_s: float | None = None) -> PendingResponse:
-        """Sends at once. The response may take `timeout_s` seconds; None: as long as any call."""
+        """Sends a call at once. timeout_s: seconds to wait for its response; None: `call_timeout_s`."""
         if self._streams is None or not self._streams.open:
             self._streams = CallStreams(self._shards)
         self._streams.send(call)
@@ -424,7 +432,7 @@ class ShardedClient:
     async def _ask_each(
         self, call: Callable[[ShardClient], Awaitable[Any]], shards: Sequence[ShardClient] | None = None
     ) -> list[Any]:
-        """shards: None: all."""
+        """Returns the responses of `shards`, by default of all. Raises Unhealthy for an error of gRPC."""
 
         async def ask(shard: ShardClient) -> Any:
             try:
@@ -438,7 +446,7 @@ class ShardedClient:
 
 
 def _probe() -> SharedBytes | None:
-    """Returns some bytes that the shards try to read; None if this system shares no memory."""
+    """Returns shared memory that the shards try to read; None if this system has none."""
     try:
         return SharedMemory.of([b"oatmill"])[0]
     except OSError:
@@ -446,7 +454,7 @@ def _probe() -> SharedBytes | None:
 
 
 async def _fault_of(silent: Sequence[ShardClient]) -> str:
-    """Returns an error that names the shard at fault: the other silent shards may only be waiting for it."""
+    """Returns an error message that names the shard at fault. Other shards may be silent because they wait for it."""
     connects = await asyncio.gather(*(shard.connects() for shard in silent))
     frozen = next((shard.rank for shard, well in zip(silent, connects, strict=True) if not well), None)
     if frozen is None:
@@ -455,7 +463,7 @@ async def _fault_of(silent: Sequence[ShardClient]) -> str:
 
 
 async def _all(responses: Iterable[Awaitable[Response]]) -> list[Response]:
-    """Returns all of them in order. The first failure ends the wait: the other shards may hang in a collective."""
+    """Returns all responses in order. Raises the first failure at once: other shards may hang in a collective."""
     waits = [asyncio.ensure_future(response) for response in responses]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)

@@ -85,7 +85,7 @@ class SleepMode:
 
     @property
     def holds(self) -> bool:
-        """True while waiting requests wait for the model to wake, or for the disk."""
+        """True while requests may have to wait for the model to wake, or for the disk."""
         return not self.awake or (self._disk is not None and self._disk.busy)
 
     @property
@@ -136,7 +136,7 @@ class SleepMode:
         return await self._changed() if self.state is SleepState.FALLING else 0
 
     async def wake(self) -> None:
-        """Returns when the model is awake. Raises Unhealthy; then the model still sleeps."""
+        """Wakes the model, and waits until it is awake. Raises Unhealthy; then the model still sleeps."""
         while self.state is SleepState.FALLING:
             try:
                 await self._changed()
@@ -208,13 +208,13 @@ class SleepMode:
 
     @property
     def _busy(self) -> bool:
-        """True while requests that have begun run, encoders compute, or files are written or read."""
+        """True while requests that have begun are not complete, other calls use the model, or files are in use."""
         started = any(sequence.started for sequence in self._waiting)  # preempted ones
         disk = self._disk is not None and self._disk.busy
         return bool(len(self._in_flight) or len(self._batch) or self._users or started or disk)
 
     async def _stay_awake(self, error: BaseException) -> None:
-        """Wakes the shards that may sleep, after another one failed to."""
+        """Wakes the shards that may sleep already, after one of them failed to."""
         self.state = SleepState.AWAKE
         if isinstance(error, RouterError):
             try:

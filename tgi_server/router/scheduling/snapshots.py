@@ -1,4 +1,4 @@
-"""Positions of state snapshots in the shards. Models with recurrent layers continue a prefix only from a snapshot."""
+"""State snapshots in the shards. Models with recurrent layers can continue a cached prefix only from a snapshot."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -8,19 +8,20 @@ from tgi_server.contract import StateSave
 from tgi_server.router.scheduling.prefix_cache import Space
 
 _WIDTH = 4  # bytes of a token
-# Distances of snapshots of a prompt from its end, in blocks. What comes after may part from it a little earlier: chat
-# templates write the end of a turn in another way once there is a next one.
+# Distances of a prompt's snapshots from its end, in blocks. The next turn may differ from a prompt before its end: chat
+# templates write the end of a turn differently once another one follows.
 _DISTANCES = (0, 4, 16, 64, 256)
-# No prompt has more than this share of the snapshots.
+# A prompt gets at most 1 / _SHARE_OF_ONE of the snapshots.
 _SHARE_OF_ONE = 8
 
 
 class Snapshots:
-    """Snapshots 1 .. `count`, each the state after the first tokens of a text. The least recently used are evicted.
+    """Snapshots 1 .. `count`: states after a prefix of a text. The least recently used are evicted.
 
-    Lengths are whole blocks, so that blocks are shared as they are.
-    due: the saves that the call being built makes, by the number of the snapshot. lent: snapshots that files are
-    written from, or read into, and that nothing else may change meanwhile.
+    Prefixes are whole blocks, so that no block has to be copied.
+
+    due: the saves of the call being built, by the number of the snapshot. lent: snapshots that are being written to
+    files, or read from files, and must not change meanwhile.
     """
 
     def __init__(self, count: int, block_size: int, lent: Iterable[int] = ()) -> None:
@@ -32,9 +33,9 @@ class Snapshots:
         self.due: dict[int, StateSave] = {}
 
     def find(self, space: Space, tokens: bytes) -> tuple[int, int]:
-        """Returns the length of the longest beginning of `tokens` (4 bytes each) with a snapshot, and its number.
+        """Returns the length of the longest prefix of `tokens` (4 bytes each) that has a snapshot, and its number.
 
-        Both are 0 if there is none. A snapshot that the call being built makes is for later calls.
+        Both are 0 if there is none. Snapshots that the call being built saves do not count yet.
         """
         width = self._block_size * _WIDTH
         text, found, number = _begin(space), b"", 0
@@ -50,9 +51,10 @@ class Snapshots:
         return length, number
 
     def lengths(self, known: int, parted: int) -> list[int]:
-        """Returns the lengths at which the states of a prompt are worth a snapshot, in ascending order.
+        """Returns the lengths at which to save the states of a prompt, in ascending order.
 
-        known: its tokens. parted: how many of them stand in the cache; others will part from it there, too.
+        known: number of its tokens. parted: number of its tokens that are cached: other prompts may differ from there
+        on as well.
         """
         size = self._block_size
         last = (known - 1) // size * size
@@ -61,7 +63,7 @@ class Snapshots:
         return sorted(chosen[: max(1, self.count // _SHARE_OF_ONE)])
 
     def save(self, request_id: int, space: Space, tokens: bytes) -> None:
-        """Has the call being built save the state after `tokens`, all of one request, unless there is one."""
+        """Has the call being built save a request's state after `tokens`, unless there is a snapshot of it."""
         digest = _digest(space, tokens)
         if digest not in self._numbers:
             if not (number := self._take()):
@@ -71,7 +73,7 @@ class Snapshots:
         self._numbers.move_to_end(digest)
 
     def _take(self) -> int:
-        """Returns a free snapshot, or the one that was not used for the longest time; 0 if all are lent."""
+        """Returns a free snapshot, or evicts the least recently used one; 0 if all are lent."""
         if self._free:
             return self._free.pop()
         oldest = next((each for each, number in self._numbers.items() if number not in self.lent), None)
@@ -82,7 +84,7 @@ class Snapshots:
         return number
 
     def drop(self, space: Space, tokens: bytes) -> None:
-        """Forgets the snapshot after `tokens`, if there is one."""
+        """Drops the snapshot after `tokens`, if there is one."""
         number = self._numbers.pop(_digest(space, tokens), None)
         if number is not None:
             self.due.pop(number, None)
@@ -90,7 +92,7 @@ class Snapshots:
                 self._free.append(number)
 
     def after(self, space: Space, tokens: bytes) -> list[tuple[int, int]]:
-        """Returns length and number of the snapshots after beginnings of `tokens`, the longest last."""
+        """Returns length and number of the snapshots after prefixes of `tokens`, the longest last."""
         width, text, found = self._block_size * _WIDTH, _begin(space), []
         for end in range(width, len(tokens) + 1, width):
             text.update(tokens[end - width : end])
@@ -100,27 +102,27 @@ class Snapshots:
         return found
 
     def lend(self, number: int) -> None:
-        """Keeps a snapshot as it is until it is given back."""
+        """Protects a snapshot from changes and eviction until `give_back`."""
         self.lent.add(number)
 
     def lend_free(self) -> int:
-        """Returns a snapshot to write into, until it is given back; 0 if there is none."""
+        """Returns a snapshot to write into until `give_back`; 0 if all are lent."""
         if number := self._take():
             self.lent.add(number)
         return number
 
     def put(self, space: Space, tokens: bytes, number: int) -> None:
-        """Notes that a lent snapshot has the state after `tokens`."""
+        """Records that a lent snapshot has the state after `tokens`."""
         self._numbers.setdefault(_digest(space, tokens), number)
 
     def give_back(self, number: int) -> None:
-        """Ends what `lend` or `lend_free` began."""
+        """Returns a snapshot of `lend` or `lend_free`."""
         self.lent.remove(number)
         if number not in self._numbers.values():
             self._free.append(number)
 
     def check(self) -> None:
-        """Raises AssertionError unless each snapshot is either free or after one text."""
+        """Raises AssertionError unless each snapshot is free, lent, or after exactly one text."""
         numbers = [*self._free, *(self.lent | set(self._numbers.values()))]
         assert len(set(self._numbers.values())) == len(self._numbers), "a snapshot after two texts"
         assert sorted(numbers) == list(range(1, self.count + 1)), "a snapshot that is lost, or there twice"
