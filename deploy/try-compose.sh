@@ -142,14 +142,14 @@ curl -sS -m 120 "http://127.0.0.1:${TGI_PORT:-8081}/generate" -H 'content-type: 
     -d '{"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n", "parameters": {"max_new_tokens": 40}}'
 echo
 say "the tests of the running stack"
-compose run --rm tester --runslow -vk test_llm
+compose run --rm tester --runslow -v $stack/test_llm.py
 compose run --rm tester --runslow $stack/test_key.py
 say "killing the model server: calls come back empty, and full again once it is back"
 docker kill "$(compose ps -q tgi)" >/dev/null
 compose run --rm tester --runslow $stack/test_away.py
 compose up -d --no-build tgi >/dev/null
 wait_until_healthy tgi
-compose run --rm tester --runslow -k test_llm
+compose run --rm tester --runslow $stack/test_llm.py
 say "a server whose key is empty does not start"
 status=0
 API_KEY='' compose run --rm --no-deps tgi || status=$?
@@ -168,7 +168,7 @@ make_bin_model
 MODEL_ID=/models/$(basename "$bin_model") compose up -d --no-build tgi >/dev/null
 wait_until_healthy tgi
 compose logs tgi | grep 'converted into /data'
-compose run --rm tester --runslow -k test_llm
+compose run --rm tester --runslow $stack/test_llm.py
 rm -rf "$models/hub/converted"
 say "the unit tests, in the tester"
 compose run --rm tester
