@@ -29,17 +29,17 @@ RESERVED = frozenset(
         *TOKEN_NAMES,
     }
 )
-# The end of a message that the model continues, while it is rendered: a private character that no template writes.
-# The text of the message may well be a part of what a template puts after it.
+# Marks the end of a message that the model continues, while the template is rendered: a private-use character. The
+# message's text itself would not do: what the template writes after it may contain the same text.
 _OPEN_END = "\ue000"
-# The text of a message, or the parts that it consists of.
+# The content of a message: a text, or a list of parts.
 ShownContent = str | list[dict[str, Any]]
 
-# Texts by which it is found out what a template reads: messages of these roles, each with the one that is looked for.
+# Probes, conversations that show what a template reads: a probe succeeds if the prompt has this text.
 _SOUGHT = "haystack-needle"
 _PROBE_CHARACTERS = 2**22
 _LONGEST_DATE = 256
-# The roles of instructions: OpenAI's name of the system is `developer`.
+# The roles of instructions. `developer` is OpenAI's newer name for `system`.
 INSTRUCTING = ("system", "developer")
 
 
@@ -64,7 +64,7 @@ _PROBES: Mapping[str, Sequence[Mapping[str, Any]]] = {
 }
 
 
-# Conversations with instructions after the first message, of the role that is filled in.
+# Probes with instructions after the first message. The empty role is replaced by the role to be tested.
 _LATER_INSTRUCTIONS: Sequence[Sequence[tuple[str, str]]] = (
     (("system", "a"), ("", _SOUGHT), ("user", "a")),
     (("system", "a"), ("user", "a"), ("", _SOUGHT)),
@@ -73,7 +73,7 @@ _LATER_INSTRUCTIONS: Sequence[Sequence[tuple[str, str]]] = (
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks for training what a model wrote. Here it changes nothing."""
+    """The tag `{% generation %}`, which marks generated text for training. Here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
@@ -84,24 +84,24 @@ class _GenerationTag(Extension):
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """The end of a prompt.
+    """Options for the end of a prompt.
 
-    add_generation_prompt: the template begins the answer. continue_last: the model continues the last message; None: if
-    it is the assistant's, and calls no tool.
+    add_generation_prompt: True if the template writes the beginning of the answer. continue_last: True if the model
+    continues the last message; None: if that is the assistant's, and calls no tool.
     """
 
     add_generation_prompt: bool = True
     continue_last: bool | None = None
 
     def prefix(self, last: Mapping[str, Any]) -> str | None:
-        """Returns the beginning of the answer, if the last message is one: a blank text begins nothing."""
+        """Returns the text of the last message if the model has to continue it; None if not, or if it is blank."""
         own = last["role"] == "assistant" and not last.get("tool_calls")
         wanted = own if self.continue_last is None else self.continue_last
         content = content_text(last["content"])
         return content if wanted and content.strip() else None
 
     def opens_turn(self, last: Mapping[str, Any]) -> bool:
-        """Returns True if the last message is an empty one of the assistant, a placeholder for the answer."""
+        """Returns True if the last message is an empty message of the assistant, a placeholder for the answer."""
         said = content_text(last["content"]).strip() or last.get("tool_calls") or last.get("reasoning_content")
         return last["role"] == "assistant" and not said and self.continue_last is not False
 
@@ -114,7 +114,7 @@ class ChatTemplate:
     """Renders conversations. A model without a template is served, but its chat routes refuse every request."""
 
     def __init__(self, config: TokenizerConfig) -> None:
-        """Raises StartupError for a template that is not Jinja."""
+        """Raises StartupError for a template that is not valid Jinja."""
         environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -125,7 +125,7 @@ class ChatTemplate:
         self._tokens = {"bos_token": "", "eos_token": "", **config.tokens}
         self._sources = dict(config.chat_templates)
         self._templates = {name: _compiled(environment, text) for name, text in config.chat_templates.items()}
-        self._probes_until = render_deadline()  # for all of them together
+        self._probes_until = render_deadline()  # for all probes together
         self._in_parts = {name: self._roles_in_parts(template) for name, template in self._templates.items()}
         self._arguments_as_text = {
             name for name, template in self._templates.items() if self._takes_json(template, self._in_parts[name])
@@ -146,12 +146,12 @@ class ChatTemplate:
         return "tools" in self.source
 
     def reads_tools_of_system(self) -> bool:
-        """Returns True if the template takes tools only as JSON in the member `tools` of the system's message."""
+        """Returns True if the template reads tools only as JSON in the member `tools` of the system message."""
         return self._name(tools=True) in self._tools_of_system
 
     @property
     def source(self) -> str:
-        """The source of the template for conversations with tools; empty without one."""
+        """The source of the template for conversations with tools; empty if there is none."""
         return self._sources.get(self._name(tools=True), "")
 
     def knows_role(self, role: str, *, tools: bool) -> bool:
@@ -159,7 +159,7 @@ class ChatTemplate:
         return role in self._sources.get(self._name(tools=tools), "")
 
     def reads_later_instructions(self, role: str, *, tools: bool) -> bool:
-        """Returns True if the template shows messages of that role (one of `INSTRUCTING`) wherever they stand."""
+        """Returns True if the template shows messages of that role (one of `INSTRUCTING`) at any position."""
         return role in self._later_instructions.get(self._name(tools=tools), frozenset())
 
     def reads_parts(self, role: str, *, tools: bool) -> bool:
@@ -178,11 +178,11 @@ class ChatTemplate:
         variables: Mapping[str, Any] = _NONE,
         options: RenderOptions = _USUAL,
     ) -> str:
-        """Returns the prompt. A trailing assistant message is left open, for the model to continue.
+        """Returns the prompt. By default the model continues a trailing assistant message.
 
-        variables: of the template, beside its usual ones.
+        variables: further variables of the template.
 
-        Raises InvalidTemplate when there is no template, or it refuses the messages.
+        Raises InvalidTemplate if there is no template, or it refuses the messages.
         """
         if not self._templates:
             raise InvalidTemplate(NO_TEMPLATE)
@@ -205,15 +205,15 @@ class ChatTemplate:
                     add_generation_prompt=prefix is None and options.add_generation_prompt,
                     **self._tokens,
                 )
-            prompt.encode()  # a tokenizer takes no halves of surrogate pairs
+            prompt.encode()  # tokenizers do not accept lone surrogates
         except TemplateError as error:
             raise InvalidTemplate(f"the chat template refuses these messages: {error}") from error
-        except Exception as error:  # a template may trip over anything that a client sends
+        except Exception as error:  # a template may fail in any way with a client's data
             raise InvalidTemplate(f"the chat template cannot render these messages: {error}") from error
         return prompt if prefix is None else _leave_open(prompt)
 
     def image_text(self, placeholder: str) -> str:
-        """Returns what the template writes for an image, with its placeholder."""
+        """Returns what the template writes for an image, including `placeholder`."""
         if not self._templates:
             return placeholder
         template, text = self._templates[self._name(tools=False)], as_parts(_SOUGHT)
@@ -236,7 +236,7 @@ class ChatTemplate:
     def _takes_json(self, template: Template, in_parts: Collection[str]) -> bool:
         """Returns True if the template shows the arguments of calls only as JSON, and not as an object.
 
-        in_parts: roles whose content it takes as a list.
+        in_parts: roles whose content it reads as a list of parts.
         """
         arguments = {_SOUGHT: _SOUGHT}
         shown = []
@@ -247,20 +247,20 @@ class ChatTemplate:
         return (_SOUGHT not in shown[0] or as_python) and _SOUGHT in shown[1]
 
     def _shows_later(self, template: Template, role: str, in_parts: Collection[str]) -> bool:
-        """Returns True if the template shows messages of that role after others. in_parts: as for `_takes_json`."""
+        """Returns True if the template shows messages of that role after others. in_parts: as in `_takes_json`."""
         probes = [[{"role": of or role, "content": text} for of, text in probe] for probe in _LATER_INSTRUCTIONS]
         shown = [[_in_parts(m) if _probed(m["role"]) in in_parts else m for m in probe] for probe in probes]
         return all(_SOUGHT in self._try(template, probe) for probe in shown)
 
     def _takes_tools_of_system(self, template: Template) -> bool:
-        """Returns True if the template shows tools of the system's message, and not tools beside it."""
+        """Returns True if the template shows tools in the system message, but not tools in its variable."""
         messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}]
         tool = {"type": "function", "function": {"name": _SOUGHT, "description": "a", "parameters": {"type": "object"}}}
         inside = [{**messages[0], "tools": json.dumps([tool])}, messages[1]]
         return _SOUGHT in self._try(template, inside) and _SOUGHT not in self._try(template, messages, [tool])
 
     def _try(self, template: Template, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """Returns the prompt of a probe; an empty one if the template raises an error."""
+        """Returns the prompt of a probe; empty if the template raises an error."""
         usual = {"tools": tools, "add_generation_prompt": True}
         try:
             with rendering(Allowance(_PROBE_CHARACTERS, self._probes_until)):
@@ -275,25 +275,25 @@ class ChatTemplate:
 
 
 def _compiled(environment: BoundedEnvironment, source: str) -> Template:
-    """Raises StartupError for a template that is not Jinja, or that nests too deep."""
+    """Compiles a template. Raises StartupError if it is not valid Jinja, or nested too deep."""
     try:
         return environment.from_string(source)
     except (RecursionError, MemoryError, SyntaxError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise StartupError(f"the model's chat template nests too deep ({message}); use a simpler one") from None
-    except Exception as error:  # a template may trip over anything that the compiler does
+    except Exception as error:  # the compiler may fail in any way
         line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         message = " ".join(str(error.message if isinstance(error, TemplateError) else error).split())
         raise StartupError(f"the model's chat template is not valid Jinja{line}: {message}") from None
 
 
 def _probed(role: str) -> str:
-    """Returns the role by which it was found out how the template reads content of this one."""
+    """Returns the role whose probe stands for this role."""
     return role if role in _PROBES else "user"
 
 
 def _leave_open(prompt: str) -> str:
-    """Cuts off what the template puts after the last message."""
+    """Cuts off the mark at the end of the last message, and what the template writes after it."""
     for mark in (_OPEN_END, json.dumps(_OPEN_END)[1:-1]):  # a template may write ASCII only
         before, end, _ = prompt.rpartition(mark)
         if end:
@@ -308,9 +308,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON as `transformers` writes it: characters as they are, nothing escaped for HTML.
+    """Returns JSON as `transformers` writes it: without escapes for HTML and, by default, for non-ASCII characters.
 
-    Order and names of the parameters are as in `transformers`' filter; templates use both.
+    Order and names of the parameters are those of the filter in `transformers`; templates use both.
     """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -328,12 +328,12 @@ def _strftime_now(form: str) -> str:
 
 
 def content_text(content: ShownContent) -> str:
-    """Returns the text of content as a template gets it."""
+    """Returns the text of a message's content."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def as_parts(*texts: str | None) -> list[dict[str, Any]]:
-    """Returns content as a list, which is never empty: some templates look at its first part. None: an image."""
+    """Returns content as a list of parts; None stands for an image. Never empty, as some templates read the first."""
     return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts or ("",)]
 
 

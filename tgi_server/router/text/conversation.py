@@ -1,4 +1,4 @@
-"""A conversation in no interface's words, and the prompt that the model's chat template makes of it."""
+"""A conversation, independent of the API it came through, and its rendering to a prompt by the chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,17 @@ from tgi_server.router.text.chat_template import (
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 
 _DEVELOPER = "developer"
-# Between instructions that are joined.
+# Separates instructions that are joined.
 _PARAGRAPH = "\n\n"
-# The system's message of a conversation that has none, for models that read tools there.
+# System message for conversations without one, for models that read tools there.
 _TOOLS_BESIDE = "You are a helpful assistant with some tools."
-# Variables with which templates turn a model's reasoning on and off.
+# Template variables that turn a model's reasoning on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class PastCall:
-    """A call that the model made earlier in the conversation. arguments: an object, or a text of JSON."""
+    """A tool call that the model made earlier in the conversation. arguments: an object, or a text of JSON."""
 
     id: str
     name: str
@@ -43,8 +43,10 @@ class PastCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of a conversation, in no interface's words. parts: of its content, texts and images. place: in the
-    request. volatile: texts of the content that differ in each request, which come last in the prompt.
+    """A message of a conversation, independent of the API it came through.
+
+    parts: texts and images of its content. place: its field in the request, such as `messages[2]`. volatile: texts of
+    the content that differ in each request, and so come last in the prompt.
     """
 
     role: str
@@ -67,10 +69,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns so far, what the chat template gets beside them, and what the answer may be.
+    """The turns so far, further input of the chat template, and options of the answer.
 
-    tool_prompt: tells the model how to call a tool. continue_last: the answer continues the last turn; None: if that is
-    the assistant's. show_thoughts: the answer's thoughts are sent.
+    use: tools and how they may be called. variables: of the chat template. tool_prompt: tells the model how to call a
+    tool. add_generation_prompt, continue_last: as in `RenderOptions`. show_thoughts: True if the answer's thoughts are
+    sent.
     """
 
     turns: Sequence[Turn]
@@ -82,7 +85,7 @@ class Conversation:
     show_thoughts: bool = True
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest for variables that the server sets."""
+        """Raises InvalidRequest if `variables` has one that the server sets itself."""
         if taken := sorted(RESERVED & self.variables.keys()):
             raise InvalidRequest.at("chat_template_kwargs", f"may not set {taken[0]!r}, which the server sets itself")
 
@@ -93,7 +96,7 @@ class Conversation:
 
     @property
     def begun(self) -> str:
-        """The text of a last turn of the assistant, which the answer may continue."""
+        """The text of the last turn if that is the assistant's, so that the answer may continue it; else empty."""
         last = self.turns[-1] if self.turns else None
         return last.text if last is not None and last.role == "assistant" and not last.calls else ""
 
@@ -106,7 +109,7 @@ class Conversation:
 def template_variables(
     chosen: Mapping[str, Any] | None, *, effort: str | None = None, documents: Sequence[Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the template's variables. chosen: set by the request. effort: how much to reason."""
+    """Returns the template's variables. chosen: those that the request sets. effort: the reasoning effort."""
     variables: dict[str, Any] = {}
     if documents is not None:
         variables["documents"] = documents
@@ -118,7 +121,7 @@ def template_variables(
 
 
 def thinking_switches(*, on: bool) -> dict[str, bool]:
-    """Returns the variables with which templates turn a model's reasoning on and off."""
+    """Returns the template variables that turn a model's reasoning on or off."""
     return dict.fromkeys(_THINKING_SWITCHES, on)
 
 
@@ -128,24 +131,26 @@ def render_conversation(
     special_tokens: SpecialTokens | None = None,
     tool_prompt: str = "",
 ) -> RenderedPrompt:
-    """Returns the prompt. If the template ignores tools, they are described at the end of the last message; if it
-    takes instructions only as the first message, all are joined there.
+    """Renders a conversation to a prompt.
 
-    special_tokens: that only the template may write; None: messages may contain any. tool_prompt: tells the model
-    how to call a tool, unless the request has such a prompt.
+    If the template ignores tools, they are described at the end of the last message. If it shows instructions only as
+    the first message, all instructions are joined there.
 
-    Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
+    special_tokens: tokens that only the template may write; None: messages may contain any. tool_prompt: tells the
+    model how to call a tool, unless the request has such a prompt.
+
+    Raises InvalidTemplate, or InvalidRequest for tool calls that are not JSON.
     """
     tools = conversation.use.shown
     developer = _DEVELOPER if template.knows_role(_DEVELOPER, tools=bool(tools)) else "system"
     turns = _with_tool_names(conversation.turns)
     said = [_message(turn, developer, template, tools=bool(tools)) for turn in turns]
     shown = _with_joined_instructions(said, template, tools=bool(tools))
-    # With its instructions moved away, an answer before them would be the last message, which the model continues.
+    # If the last messages were instructions that moved to the front, an answer before them must not be continued.
     continue_last = conversation.continue_last if said[-1:] == shown[-1:] else False
     options = RenderOptions(conversation.add_generation_prompt, continue_last)
     if shown and options.opens_turn(shown[-1]):
-        # Rendered as it is, it would be a finished turn, after which a model generates nothing.
+        # Rendered unchanged, it would be a complete turn, after which a model generates nothing.
         shown, options = shown[:-1], RenderOptions(continue_last=False)
     described = [_tool(tool) for tool in tools]
     if shown and described:
@@ -166,8 +171,9 @@ def render_conversation(
 
 
 def with_volatile_last(turns: Sequence[Turn]) -> list[Turn]:
-    """Returns the turns with all volatile texts at the end of the last user's turn, or of the last turn if there is no
-    user's: what comes before them is then the same in each request. Other turns that have nothing else are left out.
+    """Moves all volatile texts to the end of the user's last turn, or of the last turn if there is none of the user.
+
+    So everything before them is the same in each request. Other turns that become empty are left out.
     """
     moved = [text for turn in turns for text in turn.volatile]
     if not moved:
@@ -185,7 +191,7 @@ def with_volatile_last(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _with_tool_names(turns: Sequence[Turn]) -> list[Turn]:
-    """Returns the turns, each result of a tool with a name: its own, or that of the last call with its id."""
+    """Adds the tool's name to each tool result without one: that of the last call with its id."""
     names: dict[str | None, str] = {}
     named = []
     for turn in turns:
@@ -198,9 +204,7 @@ def _with_tool_names(turns: Sequence[Turn]) -> list[Turn]:
 def _with_joined_instructions(
     messages: list[dict[str, Any]], template: ChatTemplate, *, tools: bool
 ) -> list[dict[str, Any]]:
-    """Returns the messages with all instructions, in their order, as the first one, unless the template shows them
-    wherever they stand.
-    """
+    """Joins all instructions, in order, to one first message, unless the template shows them at any position."""
     instructions = [message for message in messages if message["role"] in INSTRUCTING]
     if instructions == messages[:1] or all(
         template.reads_later_instructions(message["role"], tools=tools) for message in instructions
@@ -221,7 +225,7 @@ def _with_joined_instructions(
 
 
 def _joined(contents: Sequence[ShownContent]) -> ShownContent:
-    """Returns contents as one, with an empty line between them."""
+    """Joins contents to one, with an empty line between them."""
     texts = [content for content in contents if isinstance(content, str)]
     if len(texts) == len(contents):
         return _PARAGRAPH.join(texts)
@@ -230,7 +234,7 @@ def _joined(contents: Sequence[ShownContent]) -> ShownContent:
 
 
 def _message(turn: Turn, developer: str, template: ChatTemplate, *, tools: bool) -> dict[str, Any]:
-    """Returns the message as the template expects it, without absent members.
+    """Returns a turn as the message that the template expects, without members that are None.
 
     developer: the template's role for OpenAI's `developer`.
     """
@@ -240,7 +244,7 @@ def _message(turn: Turn, developer: str, template: ChatTemplate, *, tools: bool)
     shown: dict[str, Any] = {"role": role, "content": as_parts(*parts) if in_parts else turn.text}
     if turn.reasoning is not None:
         shown["reasoning_content"] = turn.reasoning
-        if not (turn.calls and shown["content"]):  # which gpt-oss refuses
+        if not (turn.calls and shown["content"]):  # gpt-oss's template refuses all three together
             shown["thinking"] = turn.reasoning
     if turn.calls:
         as_text = template.reads_json(tools=tools)
@@ -253,7 +257,7 @@ def _message(turn: Turn, developer: str, template: ChatTemplate, *, tools: bool)
 
 
 def _tool_call(call: PastCall, *, as_text: bool) -> dict[str, Any]:
-    """Returns the call with its arguments as an object, or as JSON. Raises InvalidRequest if they are not JSON."""
+    """Returns a call with its arguments as an object, or as JSON text. Raises InvalidRequest if they are not JSON."""
     arguments = call.arguments
     if isinstance(arguments, str):
         try:
@@ -267,7 +271,7 @@ def _tool_call(call: PastCall, *, as_text: bool) -> dict[str, Any]:
 
 
 def _read_arguments(text: str) -> Any:
-    """Returns the parsed arguments of an earlier call; of a call that was cut off, what can be parsed.
+    """Parses the arguments of an earlier call; if the call was cut off, as much as there is.
 
     Raises ValueError if the text is not the beginning of JSON.
     """
@@ -278,7 +282,7 @@ def _read_arguments(text: str) -> Any:
     except ValueError as error:
         if "EOF" not in str(error):
             raise
-        # The text as it is would not do: many templates iterate over the members of an object.
+        # Many templates iterate over the members of an object, so the incomplete text itself would not do.
         return from_json(text, allow_partial="trailing-strings")
 
 

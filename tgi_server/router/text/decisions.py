@@ -1,8 +1,7 @@
-"""Questions about an input whose answers are probabilities of labels: their prompts, their labels' tokens, and the
-arithmetic. docs/decisions.md has the formulas.
+"""Decisions: questions about an input whose answers are probabilities of labels. docs/decisions.md has the formulas.
 
-A question is put to the model as the end of a conversation, and nothing is generated: the log-probabilities of the
-labels' tokens right after the generation prompt are the answer.
+A question is the end of a conversation, and no text is generated: the log-probabilities of the labels' tokens right
+after the generation prompt are the answer.
 """
 
 import logging
@@ -24,14 +23,14 @@ Kind = Literal["predicate", "choice", "score"]
 Scoring = Literal["labels", "sequences"]
 Normalization = Literal["none", "orders", "calibration"]
 
-# Orders in which the options of one question are listed, at most.
+# Maximum number of orders in which the options of a question are listed.
 _MOST_ORDERS = 8
-# What stands for the input where a question is calibrated.
+# The neutral input for the calibration of a question.
 NEUTRAL = "N/A"
 _YES_NO = ("Yes", "No")
 # The kinds of questions, as `decision.json` calls them.
 _KINDS: Mapping[str, Kind] = {"noul": "predicate", "choice": "choice", "score": "score"}
-# Labels of options: letters first, as published; then what else many tokenizers have as one token.
+# Candidates for labels of options: letters first, as published; then other texts that are often single tokens.
 _CANDIDATES = (
     *ascii_uppercase,
     *ascii_lowercase,
@@ -45,7 +44,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
-    """A question with its options as they are listed. A predicate has two, true and false, which may be empty."""
+    """A question and its options. A predicate has two: descriptions of true and false, which may be empty."""
 
     kind: Kind
     instructions: str
@@ -54,14 +53,14 @@ class AskedQuestion:
 
 @dataclass(frozen=True, slots=True)
 class DecisionConfig:
-    """A model's `decision.json`: texts of labels, and temperatures, by the kinds of questions."""
+    """A model's `decision.json`: texts of labels, and temperatures, by the kind of question."""
 
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     temperature: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_decision_config(model: Path) -> DecisionConfig:
-    """Reads `decision.json` of a model's folder, if it is there. Raises StartupError for what it cannot be."""
+    """Reads `decision.json` of a model's folder, if there is one. Raises StartupError for invalid content."""
     content = read_object(model / "decision.json")
     if (model / "decision_template.jinja").is_file():
         logger.warning("%s has a decision template, for heads that are not supported; the usual prompt is used", model)
@@ -83,14 +82,14 @@ def _positive(value: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The labels of a question's options, in the order of listing, and their tokens. exact: one token each."""
+    """The labels of a question's options, in the order of listing, and the tokens of each."""
 
     texts: tuple[str, ...]
     tokens: tuple[Tokens, ...]
 
     @property
     def steps(self) -> dict[Tokens, Tokens]:
-        """Returns the tokens that may follow each beginning of a label."""
+        """The tokens that may follow each proper prefix of a label."""
         following: dict[Tokens, dict[int, None]] = {}
         for label in self.tokens:
             for place, token in enumerate(label):
@@ -98,20 +97,24 @@ class Labels:
         return {beginning: tuple(tokens) for beginning, tokens in following.items()}
 
     def logprobs(self, steps: Mapping[Tokens, Mapping[int, float]]) -> list[float]:
-        """Returns the log-probability of each label. steps: log-probabilities of tokens, after each beginning."""
+        """Returns the log-probability of each label. steps: log-probabilities of tokens after each prefix."""
         return [fsum(steps[label[:place]][token] for place, token in enumerate(label)) for label in self.tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """The probabilities of a question's options, in their own order, and of all labels together among all tokens."""
+    """The result of a question.
+
+    probabilities: of its options, in the question's order. label_mass: share of the labels in the probabilities of all
+    tokens.
+    """
 
     probabilities: list[float]
     label_mass: float
 
 
 def orders_of(question: AskedQuestion, normalization: Normalization) -> list[tuple[int, ...]]:
-    """Returns the orders in which the options are listed: as they came, or several that do not depend on that."""
+    """Returns the orders in which to list the options: the given one, or several that do not depend on it."""
     count = len(question.options)
     given = tuple(range(count))
     if normalization != "orders":
@@ -130,10 +133,10 @@ def labels_of(
     tokenizer: TextTokenizer,
     own: Sequence[str] = (),
 ) -> Labels:
-    """Returns the labels of the options in an order.
+    """Returns the labels of the options, listed in `order`.
 
-    One token for each where the tokenizer has enough of them; else texts of the same length, token by token. With the
-    scoring "sequences", the options themselves are the labels. own: the ones of the model's `decision.json`.
+    Each label is one token if the tokenizer has enough candidates, else a number with a fixed width. With the scoring
+    "sequences", the options themselves are the labels. own: labels of the model's `decision.json`.
     """
 
     def tokens(text: str) -> Tokens:
@@ -163,7 +166,7 @@ def labels_of(
 
 
 def prompt_of(question: AskedQuestion, order: Sequence[int], labels: Labels, scoring: Scoring) -> str:
-    """Returns the question as text, in the words that `transformers` has for System One."""
+    """Returns the text of the question, in the same words as System One of `transformers`."""
     lines = [question.instructions]
     texts = labels.texts
     if question.kind == "predicate":
@@ -183,7 +186,7 @@ def prompt_of(question: AskedQuestion, order: Sequence[int], labels: Labels, sco
 
 
 def with_question(turns: Sequence[Turn], text: str) -> list[Turn]:
-    """Returns the conversation with the question as its end: in the user's last message, if that is the last one."""
+    """Appends the question to the conversation: to the last message if that is the user's, else as a new one."""
     if turns and turns[-1].role == "user":
         last = turns[-1]
         parts = (*last.parts, f"\n\n{text}") if last.images else (f"{last.text}\n\n{text}",)
@@ -201,8 +204,9 @@ def result_of(
 ) -> Probabilities:
     """Returns the probabilities of the options.
 
-    logprobs: of the labels in each order. neutral: those after a neutral input, in the first order; None: the question
-    is not calibrated.
+    logprobs: log-probabilities of the labels, for each order. neutral: the same for a neutral input, in the first
+    order;
+    None: the question is not calibrated.
     """
     count = len(orders[0])
     shares: list[list[float]] = [[] for _ in range(count)]
@@ -220,7 +224,7 @@ def result_of(
 
 
 def _shares(labels: Labels, logprobs: Sequence[float], scoring: Scoring, temperature: float) -> list[float]:
-    """Returns the softmax of labels' log-probabilities; for texts, of the mean for each token."""
+    """Returns the softmax of the labels' log-probabilities; for "sequences", of their means per token."""
     lengths = [len(ids) if scoring == "sequences" else 1 for ids in labels.tokens]
     return softmax([value / length / temperature for value, length in zip(logprobs, lengths, strict=True)])
 
@@ -233,14 +237,16 @@ def softmax(scores: Sequence[float]) -> list[float]:
 
 
 def choice_confidence(probabilities: Sequence[float]) -> float:
-    """Returns how far the likeliest option is above chance: 0 where all are equal, 1 where it is certain."""
+    """Returns how far the likeliest option is above chance: 0 if all are equal, 1 if it is certain."""
     chance = 1 / len(probabilities)
     return max(0.0, (max(probabilities) - chance) / (1 - chance))
 
 
 def score_of(probabilities: Sequence[float]) -> tuple[float, float]:
-    """Returns the expected level, and the confidence: 1 less the mean distance from the likeliest level, relative to
-    the mean distance from the middle where all levels are equally likely.
+    """Returns the expected level, and the confidence.
+
+    The confidence is 1 - d / u. d: mean distance from the likeliest level. u: mean distance from the middle if all
+    levels were equally likely.
     """
     count = len(probabilities)
     best = max(range(count), key=lambda level: probabilities[level])

@@ -1,28 +1,27 @@
-"""Text from tokens, as they come."""
+"""Incremental detokenization: text from tokens as they are generated."""
 
 from collections.abc import Sequence
 
 from tgi_server.router.text.tokenizer import TextTokenizer
 
-# A decoder may join a token to the one before it (SentencePiece drops the space in front of the first).
+# Tokens that are decoded before a new one, as it may depend on them (SentencePiece drops the space of the first token).
 _CONTEXT = 5
-# So many last tokens of a prompt are searched for the ones before its special tokens.
+# Last tokens of a prompt among which these are looked for, since special tokens are skipped.
 _LOOKED_AT = 64
-# A character has at most four bytes; that many tokens without a whole character are not the beginning of one. The last
-# ones may be.
+# A character has at most four bytes. So _PATIENCE tokens without a complete character cannot all be the beginning of
+# one; the last _BEGUN of them may be.
 _PATIENCE, _BEGUN = 8, 3
 _INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """One sequence's text, token by token.
+    """Decodes one sequence's tokens one by one.
 
-    A token whose bytes end in the middle of a character yields nothing; the token that completes the character
-    yields all of it, also where it has begun in the prompt. Special tokens do not belong here: they have no text of
-    their own in a sequence.
+    A token whose bytes end in the middle of a character yields no text; the token that completes the character yields
+    all of it, even if it has begun in the prompt. Do not pass special tokens, which are not part of the text.
 
-    `DecodeStream` of `tokenizers` does not do: it returns the prompt's part of such a character again, waits for ever
-    after bytes that are not a character, and cannot say what is left at the end.
+    `DecodeStream` of `tokenizers` cannot be used: it repeats the prompt's part of such a character, waits for ever
+    after bytes that are not a character, and cannot return what is left at the end.
     """
 
     __slots__ = ("_known", "_known_text", "_of_prompt", "_pending", "_tokenizer")
@@ -33,7 +32,7 @@ class Detokenizer:
         self._known = context[-_CONTEXT:]
         self._known_text = tokenizer.decode(self._known) if self._known else ""
         self._pending: list[int] = []
-        self._of_prompt = ""  # what stands for the pending tokens of the prompt if they never become a character
+        self._of_prompt = ""  # the text of the prompt's pending tokens, which must not be returned
         if not prompt_ids or prompt_ids[-1] in tokenizer.special_tokens:
             return
         whole = self._known_text
@@ -59,7 +58,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """Returns the text of tokens that never became a whole character, with a mark for what is missing."""
+        """Returns the text of the tokens without a complete character, with U+FFFD for incomplete ones."""
         if not self._pending:
             return ""
         text = self._tokenizer.decode(self._known + self._pending)
@@ -67,7 +66,7 @@ class Detokenizer:
         return self._new(text)
 
     def _new(self, text: str) -> str:
-        """Returns what comes after the known tokens in a text with pending ones."""
+        """Returns the text after that of the known tokens. text: the text of known and pending tokens."""
         new = text[len(self._known_text) :].removeprefix(self._of_prompt)
         self._of_prompt = ""
         return new

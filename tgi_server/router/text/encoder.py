@@ -1,4 +1,4 @@
-"""Embedding and rerank models as routes see them: their texts become tokens here, and shards compute the values."""
+"""Embedding and rerank models in the router: tokenizes their texts, and has the shards compute the values."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from tgi_server.router.text.tokenizer_config import read_object
 
 T = TypeVar("T")
 
-# Characters that become tokens at once, and tokens that are sent to a shard at once.
+# Maximum characters that are tokenized at once, and maximum tokens that are sent to a shard at once.
 _PIECE_CHARACTERS, _PIECE_TOKENS = 2**18, 2**16
 _KINDS = {"embed": "embedding", "rank": "rerank"}
 # The conversation in which Qwen3-Reranker judges a document.
@@ -31,8 +31,10 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """The treatment of texts that are too long. cut: they lose their end, or with `left` their beginning; else the
-    request is refused. most: tokens of a text, if fewer than the model's. name: the field, for the error.
+    """How to treat texts that are too long.
+
+    name: the field of the request, for errors. cut: True truncates a text at its end; False refuses the request. left:
+    True truncates at the beginning instead. most: maximum tokens of a text, if fewer than the model's.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Fitting:
 
 
 class Values:
-    """Rows of numbers: embeddings, or logits. They are read in a thread: there may be millions."""
+    """Rows of numbers: embeddings, or logits. Read them in a thread, as there may be millions."""
 
     def __init__(self, values: bytes, columns: int) -> None:
         """values: float32, little-endian."""
@@ -50,7 +52,7 @@ class Values:
 
     @property
     def size(self) -> int:
-        """The number of numbers in all rows."""
+        """Number of values in all rows together."""
         return len(self._values) // 4
 
     def __iter__(self) -> Iterator[bytes]:
@@ -58,12 +60,12 @@ class Values:
         return (self._values[start : start + self._row] for start in range(0, len(self._values), self._row))
 
     def numbers(self) -> Iterator[list[float]]:
-        """Yields the rows, with the digits that a float32 below 1 has."""
+        """Yields the rows, rounded to the 9 digits of a float32 below 1."""
         return ([round(value, 9) for value in array("f", row)] for row in self)
 
 
 class ServedEncoder:
-    """One embedding or rerank model. name: in requests and responses; requests may also have the id as it was given."""
+    """One embedding or rerank model. name: its name in requests and responses; requests may also use its model id."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class ServedEncoder:
         target_gap_ms: float | None,
         read: ReadTokenizer = tokenizer_of,
     ) -> None:
-        """read: reads the tokenizer of the model's folder. Raises StartupError."""
+        """read: reads the tokenizer of the model's folder. Raises StartupError if the tokenizer cannot be used."""
         folder = Path(info.folder)
         self.name = name
         self.info = info
@@ -83,7 +85,7 @@ class ServedEncoder:
         self._target_gap_ms = target_gap_ms or 0
         self._tokenizer = read(folder)
         if info.answers:
-            self._user_tokenizer = read(folder, literal=True)  # what a document spells is text
+            self._user_tokenizer = read(folder, literal=True)  # special tokens in documents are text
         described = read_object(folder / "config_sentence_transformers.json")
         self._prompts: dict[str, Any] = described.get("prompts") or {}
         self._default_prompt = described.get("default_prompt_name")
@@ -93,7 +95,7 @@ class ServedEncoder:
         return name in (self.name, self.info.model_id)
 
     def prompt(self, name: str | None) -> str:
-        """Returns the text that is put before each text. Raises InvalidRequest for a name that the model has not."""
+        """Returns the prompt of this name, which is put before each text. Raises InvalidRequest for an unknown name."""
         name = name if name is not None else self._default_prompt
         if name is None:
             return ""
@@ -103,7 +105,7 @@ class ServedEncoder:
         return str(self._prompts[name])
 
     async def of_texts(self, texts: Sequence[str], fitting: Fitting, *, prompt: str = "") -> list[pb.EncodeInput]:
-        """Returns the tokens of texts. Raises InvalidRequest for one that is too long."""
+        """Tokenizes texts. Raises InvalidRequest for a text that is too long."""
 
         def tokenize() -> list[pb.EncodeInput]:
             prompted = (prompt + (text.lower() if self._lowercase else text) for text in texts)
@@ -113,7 +115,7 @@ class ServedEncoder:
         return await self._threads.run(sum(map(len, texts)) + len(prompt) * len(texts), tokenize)
 
     async def of_tokens(self, texts: Sequence[Sequence[int]], fitting: Fitting) -> list[pb.EncodeInput]:
-        """Returns texts that came as tokens. Raises InvalidRequest for one that is too long, or an unknown token."""
+        """Checks texts that came as token ids. Raises InvalidRequest for one that is too long, or an unknown token."""
         return await self._threads.handle_text(sum(map(len, texts)), lambda: self._of_tokens(texts, fitting))
 
     def _of_tokens(self, texts: Sequence[Sequence[int]], fitting: Fitting) -> list[pb.EncodeInput]:
@@ -133,11 +135,11 @@ class ServedEncoder:
     async def of_pairs(
         self, pairs: Sequence[tuple[str, str]], fitting: Fitting, *, instruction: str | None = None
     ) -> list[pb.EncodeInput]:
-        """Returns the tokens of pairs; only the second text may be cut.
+        """Tokenizes pairs of texts; only the second text may be truncated.
 
         instruction: for a model that answers yes or no. Raises InvalidRequest for a pair that is too long.
         """
-        firsts = dict.fromkeys(first for first, _ in pairs)  # most often one, which is read once
+        firsts = dict.fromkeys(first for first, _ in pairs)  # usually one, which is tokenized once
         make = self._conversations if self.info.answers else self._pairs
 
         def tokenize() -> list[pb.EncodeInput]:
@@ -161,7 +163,7 @@ class ServedEncoder:
     def _conversations(
         self, firsts: list[str], pairs: Sequence[tuple[str, str]], fitting: Fitting, instruction: str
     ) -> list[pb.EncodeInput]:
-        """The tokenizer splits a text before the blank in front of a document, so what precedes it is read once."""
+        # Tokenizers split a text before a blank. So what precedes a document and its blank is tokenized once.
         before, after = (self._tokenizer.encode(each, add_special_tokens=False).ids for each in (_BEFORE, _AFTER))
         room = self.info.max_tokens - len(before) - len(after)
         queries = (f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:" for query in firsts)
@@ -179,7 +181,7 @@ class ServedEncoder:
         return inputs
 
     def _input(self, index: int, first: Encoding, second: Encoding | None, fitting: Fitting) -> pb.EncodeInput:
-        """Returns the tokens of a text or pair, special ones included. Raises InvalidRequest if they are too many."""
+        """Returns the tokens of a text or pair with special tokens. Raises InvalidRequest if there are too many."""
         most = self.info.max_tokens
         added = self._tokenizer.num_special_tokens_to_add(second is not None)
         room = most - added - (len(first) if second is not None else 0)
@@ -200,7 +202,7 @@ class ServedEncoder:
     async def values(self, inputs: Sequence[pb.EncodeInput], *, dimensions: int = 0, normalize: bool = False) -> Values:
         """Returns a row for each input. Raises Unhealthy.
 
-        Many are sent in pieces: others' texts come between them.
+        Many inputs are sent in pieces, so that other requests' texts can come between them.
         """
         values, columns = [], 1
         for piece in _pieces(inputs, _PIECE_TOKENS, lambda text: len(text.ids)):
@@ -224,10 +226,10 @@ class Encoders:
     by_task: dict[str, ServedEncoder] = field(default_factory=dict)
 
     def get(self, task: str, model: str | None, generating: Sequence[str] = ()) -> ServedEncoder:
-        """Returns the model of a task. model: its name in the request. generating: names of the model that generates.
+        """Returns the model of a task. model: the name in the request. generating: names of the text-generation model.
 
-        Where nothing else is served, any name is taken, because clients often have one of another server. Raises
-        NoSuchModel.
+        If no other model is served, any name is accepted, because clients often send the name of another server's
+        model. Raises NoSuchModel.
         """
         found = self.by_task.get(task)
         if found is None:
@@ -242,18 +244,18 @@ class Encoders:
         )
 
     def named(self, model: str) -> ServedEncoder | None:
-        """Returns the model of that name."""
+        """Returns the model of that name; None if there is none."""
         return next((each for each in self.by_task.values() if each.is_named(model)), None)
 
 
 def _encodings(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[Encoding]:
-    """Yields the tokens of texts. They take a hundred bytes each, so few texts are read at once."""
+    """Yields the tokens of texts, a few texts at a time, since an Encoding takes a hundred bytes per token."""
     for piece in _pieces(texts, _PIECE_CHARACTERS, len):
         yield from tokenizer.encode_batch_fast(piece, add_special_tokens=False)
 
 
 def _pieces(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields the items in lists, which have `most` in all unless one alone has more."""
+    """Yields the items in lists with a total size of at most `most`, unless a single item is larger."""
     piece: list[T] = []
     held = 0
     for item in items:

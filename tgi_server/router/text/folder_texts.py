@@ -14,8 +14,10 @@ from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokeni
 
 @dataclass(frozen=True, slots=True)
 class FolderTexts:
-    """The parsed files. special_tokens: tokens that only the chat template may write; None: messages may, too.
-    sampling: defaults of options. encoders: reads each tokenizer of models that embed or rank once. For the others see
+    """The parsed files.
+
+    special_tokens: tokens that only the chat template may write; None: messages may, too. sampling: defaults of
+    sampling options. encoders: reads the tokenizers of embedding and rerank models, each once. For the others see
     `service.TextParts` and `Service`.
     """
 
@@ -38,11 +40,11 @@ def read_texts(
 ) -> FolderTexts:
     """Reads the files of a model's folder, which takes up to five seconds. Raises StartupError.
 
-    While the library parses a tokenizer, in one call, it keeps the interpreter's lock: no other thread runs, for
-    up to a second. So this is for times when nobody is served.
+    The library parses a tokenizer in one call that keeps the GIL, so that no other thread runs for up to a second.
+    Therefore call this only while no requests are served.
 
-    override: as for `read_tokenizer_config`. guard_special_tokens: messages may not write special tokens.
-    own_sampling: the folder's sampling defaults count. encodes: the model embeds or ranks.
+    override: as in `read_tokenizer_config`. guard_special_tokens: True if messages may not write special tokens.
+    own_sampling: True uses the folder's sampling defaults. encodes: True for an embedding or rerank model.
     """
     config = read_tokenizer_config(folder, override)
     tokenizer = load_tokenizer(folder, config)

@@ -1,4 +1,4 @@
-"""A model's own defaults for sampling, which its `generation_config.json` has."""
+"""Reads a model's own sampling defaults from its `generation_config.json`."""
 
 import logging
 from pathlib import Path
@@ -9,9 +9,9 @@ from tgi_server.router.text.tokenizer_config import read_object
 
 logger = logging.getLogger(__name__)
 
-# The parameters that are read from it; the server decides about lengths and tokens.
+# The parameters that are read; lengths and special tokens are the server's own.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Too large for the messages to the shards.
+# Numbers from here on do not fit into the messages to the shards.
 _TOO_LARGE = 2.0**128
 
 

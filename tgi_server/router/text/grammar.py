@@ -1,4 +1,4 @@
-"""Grammars: the form that clients ask a text to have, as the shards compile it."""
+"""Converts the grammars of requests to the form that the shards compile."""
 
 import json
 from collections.abc import Collection
@@ -14,12 +14,12 @@ from tgi_server.router.schemas import grammar as schemas
 
 ANY_OBJECT = {"type": "object"}
 _SPAN = '"x-span"'
-# The place of all of a JSON schema.
+# JSON pointer of a whole JSON schema.
 WHOLE_SCHEMA = "#"
 
 
 def requested_grammar(requested: schemas.GrammarType | None, place: str = "response_format") -> Grammar | None:
-    """Returns the grammar of the field at `place`; None when any text will do.
+    """Returns the grammar of the request's field `place`; None if any text is allowed.
 
     Raises InvalidRequest for an invalid JSON schema.
     """
@@ -44,15 +44,15 @@ def requested_grammar(requested: schemas.GrammarType | None, place: str = "respo
 
 
 def json_grammar(schema: Any, lenient: tuple[str, ...] = (), *, strict: bool = False, place: str = "") -> Grammar:
-    """Returns the grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them.
+    """Returns the grammar of JSON that fits `schema`, which may be an object, a boolean, or a string of such JSON.
 
-    lenient: places in it below which constraints that cannot be enforced are left to the model. strict: the schema is
-    read by the letter of JSON Schema; otherwise objects that it does not open are closed. place: of the schema in the
-    request.
+    lenient: places in it below which constraints that cannot be enforced are left to the model. strict: True reads the
+    schema by the letter of JSON Schema; False allows additional properties only where the schema says so. place: the
+    field of the request, for errors. Raises InvalidRequest.
     """
     if isinstance(schema, str):
         try:
-            schema = from_json(schema)  # which bounds how deep it may nest
+            schema = from_json(schema)  # it limits the depth of nesting
         except ValueError as error:
             raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}", param=place) from error
     if not isinstance(schema, dict | bool):
@@ -64,19 +64,16 @@ def json_grammar(schema: Any, lenient: tuple[str, ...] = (), *, strict: bool = F
 
 
 def token_grammar(token_ids: Collection[int], end_tokens: Collection[int]) -> Grammar:
-    """Returns the grammar of texts of these tokens. They end only if a token that ends a text is among them."""
+    """Returns the grammar of texts that consist of these tokens. They end only if an end token is among them."""
     shown = sorted(set(token_ids) - set(end_tokens))
     may_end = len(shown) < len(set(token_ids))
     any_token = f"<[{','.join(map(str, shown))}]>" if shown else '""'
-    # Without `no_forcing`, one token that never ends would be forced for ever.
+    # Without `no_forcing`, a single token without an end token would be a jump-forward token for ever.
     repeated = "*" if may_end else " start"
     return Grammar(GrammarKind.LARK, f'%llguidance {{"no_forcing": true}}\nstart: {any_token}{repeated}\n')
 
 
 def with_text(grammar: Grammar, text: str) -> Grammar:
-    """Returns a copy of the grammar, with the text that its spans are taken from.
-
-    One without spans is the same for every text.
-    """
+    """Returns a copy of the grammar with `text` as the source of its spans; without spans, with no text."""
     wants_text = grammar.type is GrammarKind.JSON_SCHEMA and _SPAN in grammar.value
     return replace(grammar, text=text if wants_text else "")

@@ -10,8 +10,8 @@ from tgi_server.router.text.prompt_place import Difference, difference
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 _WIDTH = 4  # bytes of a token
-# Two prompts are taken to continue alike after a difference if they have so many tokens in common there, among which
-# so many are searched at once.
+# Two prompts count as equal after a difference if they have this many consecutive tokens in common there. They are
+# found by searching for this many tokens.
 _ALIKE_TOKENS, _SEARCHED_TOKENS = 16, 8
 _TRIES = 16
 # Requests that share the cache with others get numbers of tokens rounded down to multiples of this.
@@ -39,7 +39,7 @@ class PrefixMiss:
 
     @property
     def missing_tokens(self) -> int:
-        """Tokens that had to be computed; the last one always has to be, and is not counted."""
+        """Number of tokens that had to be computed, without the last one, which always has to be."""
         return max(self.prompt_tokens - 1 - self.found_tokens, 0)
 
     def as_shared(self) -> "PrefixMiss":
@@ -82,7 +82,7 @@ def _lost(look: PrefixLookup, found: int, known: int) -> MissCause:
 
 
 def _new(plain: PrefixMiss, source: PromptSource, look: PrefixLookup, tokenizer: TextTokenizer) -> PrefixMiss:
-    """Returns the explanation of a prompt most of which no earlier prompt begins with."""
+    """Returns the explanation of a prompt that is mostly new: no earlier prompt begins with most of it."""
     miss = replace(plain, cause=MissCause.NEVER_SEEN)
     parting = {other: common_prefix(other.tokens, look.tokens, 0) // _WIDTH for other in look.similar}
     if any(parted * _WIDTH == len(other.tokens) for other, parted in parting.items() if parted >= plain.known_tokens):
@@ -113,9 +113,9 @@ def _covers(image: tuple[int, int], token: int) -> bool:
 
 
 def _alike(prompt: bytes, other: bytes, parted: int) -> int:
-    """Returns how many tokens of a prompt, after a difference, also follow each other in another prompt there.
+    """Returns how many consecutive tokens after a difference are the same in both prompts; 0 if fewer than some.
 
-    parted: tokens before the difference. It searches at growing distances from the difference and from the end.
+    parted: number of tokens before the difference. Searches at growing distances from the difference and from the end.
     """
     start, width = parted * _WIDTH, _SEARCHED_TOKENS * _WIDTH
     last = len(prompt) - width
@@ -134,7 +134,7 @@ def _alike(prompt: bytes, other: bytes, parted: int) -> int:
 
 
 def _found(text: bytes, tokens: bytes, start: int) -> int:
-    """Returns where some tokens stand in a text after `start`; -1 if they are not found in some tries."""
+    """Returns the index of some tokens in a text at or after `start`; -1 if they are not found within _TRIES tries."""
     for _ in range(_TRIES):
         start = text.find(tokens, start)
         if start % _WIDTH == 0:
@@ -146,7 +146,7 @@ def _found(text: bytes, tokens: bytes, start: int) -> int:
 
 
 def _common_end(one: bytes, other: bytes) -> int:
-    """Returns how many bytes, of whole tokens, two texts have in common at their ends."""
+    """Returns the length of the common suffix of two texts of tokens, in bytes of whole tokens."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + _WIDTH) // (2 * _WIDTH) * _WIDTH

@@ -1,4 +1,4 @@
-"""Makes of a prompt and its options what the scheduler takes: tokens, a length that fits, a compiled grammar."""
+"""Prepares requests for the scheduler: tokenizes the prompt, limits the length, and has the grammar compiled."""
 
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.truncation import end_characters, tokenised_characters
 
-# So many last tokens of a prompt have the beginning of a thought, if one has begun there.
+# Number of last tokens of a prompt among which the beginning of a thought is looked for.
 _LAST_TOKENS = 32
 _UNLIMITED = -1
 
@@ -119,7 +119,7 @@ class Preparer:
         return PreparedRequest(input_ids, prepared, len(prompt.text), unenforced, images, source=made_of)
 
     def may_add_grammar(self, options: GenerationOptions) -> bool:
-        """Returns True if a grammar that the request does not ask for would not have it refused."""
+        """Returns True if the server may add a grammar of its own to a request with these options."""
         others = options.grammar or options.allowed_token_ids or options.sampling.min_tokens
         return not others and self._grammar_refusal is None
 
@@ -131,8 +131,9 @@ class Preparer:
             raise InvalidRequest(f"`{name}`: {error}", param=name) from None
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int, *, add_special_tokens: bool) -> list[int]:
-        """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit, or is cut, is not tokenized as
-        a whole.
+        """Returns the prompt's tokens; only the last `truncate`, unless that is 0.
+
+        A text that is truncated, or certainly too long, is not tokenized completely.
         """
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
         if prompt.token_ids is not None:
@@ -169,7 +170,7 @@ class Preparer:
         return min(asked, room) if asked else room
 
     async def _compile(self, grammar: Grammar | None, client: str) -> tuple[str, ...]:
-        """Has the shards compile the grammar: clients take turns."""
+        """Has the shards compile the grammar. client: name for fair scheduling."""
         if grammar is None:
             return ()
         if self._grammar_refusal is not None:
@@ -178,7 +179,7 @@ class Preparer:
 
 
 def _characters(text: str, size: int, truncate: int) -> int:
-    """Returns how many characters of a request are worked on. size: bytes of the whole request."""
+    """Returns how many characters of a request have to be processed. size: bytes of the whole request."""
     tokenised = tokenised_characters(text, truncate) if truncate else len(text)
     return max(size - len(text), 0) + tokenised
 
@@ -201,13 +202,13 @@ def _thought_budget(
     *,
     thinking: bool = False,
 ) -> ThoughtBudget | None:
-    """Returns the budget of an answer's thoughts; None where the grammar allows no thoughts.
+    """Returns the reasoning budget of an answer; None if the grammar allows no thoughts.
 
-    thinking: thoughts are known to have begun in the prompt.
+    thinking: True if it is known that a thought has begun in the prompt.
     """
     if grammar is not None and not grammar.frame:
         return None
-    # A frame says itself what follows a thought.
+    # With a grammar, its frame determines what follows a thought.
     closing = tags.end if grammar is not None else tags.end + tags.opening
     return ThoughtBudget(
         tokens,

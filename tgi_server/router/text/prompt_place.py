@@ -11,12 +11,12 @@ from tgi_server.router.text.conversation import Conversation, Turn
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 _WIDTH = 4  # bytes of a token
-# Characters that are shown before and after a difference, and tokens if the text of a prompt is not known.
+# Characters that are shown before and after a difference; tokens, if the text of a prompt is not known.
 _BEFORE, _AFTER, _TOKENS = 32, 24, 8
 _FIRST_IMAGE_KEY = 2**31
-# The text of a part is searched in the prompt by its first characters, and in so many places.
+# The text of a part is searched for in the prompt by this many first characters, at most this many times.
 _HEAD, _TRIES = 64, 8
-# Maximum number of parts that the template renders differently; no more parts are searched then.
+# After this many parts that were not found, as the template renders them differently, no more are searched for.
 _MOST_CHANGED = 16
 
 
@@ -49,7 +49,7 @@ def conversation_source(conversation: Conversation) -> PromptSource:
 
 
 def _parts(turn: Turn, place: str) -> Iterator[PromptPart]:
-    """Yields the texts of a turn. place: where it is in the request, unless the turn knows that."""
+    """Yields the texts of a turn. place: its field in the request, if the turn has none itself."""
     place = turn.place or place
     beside = json.encode((turn.calls, turn.name, turn.reasoning)) if turn.calls or turn.name or turn.reasoning else b""
     texts = [(index, part) for index, part in enumerate(turn.parts) if isinstance(part, str)]
@@ -59,7 +59,7 @@ def _parts(turn: Turn, place: str) -> Iterator[PromptPart]:
 
 
 def difference(source: PromptSource, other: KnownPrompt, parted: int, tokenizer: TextTokenizer) -> Difference:
-    """Returns the first difference of a prompt to an earlier one. parted: the tokens that both begin with."""
+    """Returns the first difference of a prompt to an earlier one. parted: number of tokens before it."""
     assert source.lookup is not None
     text, known = source.text, other.source.text
     if text is None or known is None:
@@ -85,7 +85,7 @@ def difference(source: PromptSource, other: KnownPrompt, parted: int, tokenizer:
 def _place(source: PromptSource, other: PromptSource, text: str, at: int) -> tuple[str, int | None]:
     """Returns the place in the request, and the offset in the text there; no place if only the template differs.
 
-    at: the character of the prompt.
+    at: index of the differing character in the prompt.
     """
     parts = source.parts
     changed = next((index for index, pair in enumerate(zip_longest(parts, other.parts)) if _differ(*pair)), None)
@@ -111,7 +111,7 @@ def _place(source: PromptSource, other: PromptSource, text: str, at: int) -> tup
 
 
 def _left_out(source: PromptSource, other: PromptSource, index: int, at: int) -> bool:
-    """Returns True if the template leaves out what it, or the model, wrote before an answer, such as thoughts."""
+    """Returns True if the template omits something before an answer, such as thoughts, in later prompts."""
     answered = index == len(other.parts)
     return answered and (source.parts[index].thoughts or at < len(other.text or ""))
 
@@ -121,15 +121,16 @@ def _get(parts: Sequence[PromptPart], index: int) -> PromptPart | None:
 
 
 def _differ(part: PromptPart | None, other: PromptPart | None) -> bool:
-    """Returns True unless two parts say the same. They may stand in different places."""
+    """Returns True unless two parts have the same content. Their places may differ."""
     if part is None or other is None:
         return True
     return (part.role, part.text, part.beside) != (other.role, other.text, other.beside)
 
 
 def _spans(text: str, parts: Sequence[PromptPart], most: int) -> Iterator[tuple[int, int, int]]:
-    """Yields where the text of each part stands in the prompt, up to a character: the first character, the end, and how
-    many characters of the part are left out before the first. The span of a part that is not found is empty.
+    """Yields the span of each part in the prompt: start, end, and how many blanks of the part precede the start.
+
+    The span is (-1, -1, 0) for a part that is not found. most: parts after this character are not searched for.
     """
     end = changed = 0
     for part in parts:
@@ -144,7 +145,7 @@ def _spans(text: str, parts: Sequence[PromptPart], most: int) -> Iterator[tuple[
 
 
 def _found(text: str, shown: str, start: int) -> int:
-    """Returns the place of a text after `start`; -1 if it is not found in some tries."""
+    """Returns the index of a text at or after `start`; -1 if it is not found within _TRIES tries."""
     head = shown[:_HEAD]
     for _ in range(_TRIES):
         start = text.find(head, start)
@@ -155,7 +156,7 @@ def _found(text: str, shown: str, start: int) -> int:
 
 
 def _common(text: str, other: str) -> int:
-    """Returns how many characters two texts have in common at their beginnings."""
+    """Returns the length of the common prefix of two texts, in characters."""
     low, high = 0, min(len(text), len(other))
     if text.startswith(other[:high]):
         return high

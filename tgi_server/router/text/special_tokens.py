@@ -1,11 +1,10 @@
-"""Special tokens in conversations: the chat template may write them; in what clients write they are text.
+"""Special tokens in conversations: the chat template may write them; in the texts of clients they are plain text.
 
-A template mixes both into one text, trims it, or looks into it, so that nothing shows afterwards who wrote what.
-Therefore a conversation in which clients use characters that special tokens begin with is rendered twice: once as it
-is, and once with these characters masked, so that all special tokens in it are the template's. Mostly the plain text
-has the same special tokens; then it is the prompt. Otherwise the masked one is: its special tokens get private
-spellings, which a second tokenizer takes for them, the masks are taken off, and the rest is text whatever it looks
-like.
+A template mixes both into one text, so that afterwards nothing tells who wrote what. Therefore a conversation in which
+clients use characters that special tokens begin with is rendered twice: once unchanged, and once with these characters
+masked, so that all special tokens in it are the template's. Usually both have the same special tokens; then the
+unchanged text is the prompt. Otherwise the masked one is: its special tokens are replaced by private spellings, which
+only a second tokenizer reads as special tokens, and the masks are removed.
 """
 
 import json
@@ -26,26 +25,26 @@ from tgi_server.router.text.truncation import last_ids
 
 logger = logging.getLogger(__name__)
 
-# The first private characters for the tokens' spellings, and for masks; Unicode gives them no meaning.
+# First private-use characters of Unicode for the tokens' private spellings, and for masks.
 _SPELLINGS, _MASKS = 0xF0000, 0x100000
 _MOST = 65_000
-# Also a mask as JSON of ASCII only has it, which a client may spell.
+# Private-use characters, also as escapes of ASCII-only JSON, which a client may write.
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]|\\\\udb[c-f]", re.IGNORECASE)
 _LONGEST_PRIVATE = 5
-# Characters that are searched at once; all other threads, also the event loop's, wait meanwhile.
+# Characters that are searched at once, as the search keeps the GIL: all other threads wait meanwhile.
 _WINDOW = 65_536
 
-# Messages, tools, and further variables, as the template gets them.
+# The input of the template: messages, tools, and further variables.
 TemplateInput = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A prompt in which special tokens are the template's alone.
+    """A prompt in which only the template's special tokens count.
 
-    hidden: the prompt with private spellings for them; None where clients use private characters themselves.
-    token_ids: of these tokens, in their order. spelled: clients spell special tokens, too.
+    hidden: the prompt with private spellings for these; None if clients use private-use characters themselves.
+    token_ids: ids of the template's special tokens, in order. spelled: True if clients write special tokens, too.
     """
 
     tokens: "SpecialTokens"
@@ -54,20 +53,20 @@ class Literal:
     spelled: bool
 
     def describes(self, ids: Iterable[int]) -> bool:
-        """Returns True if all special tokens among `ids` are the template's."""
+        """Returns True if the special tokens among `ids`, a whole prompt, are exactly the template's."""
         return self.tokens.in_ids(ids, unknown=self.spelled) == self.token_ids
 
     def ends_with(self, ids: Iterable[int]) -> bool:
-        """Returns True if all special tokens among `ids`, the last ones of a prompt, are the template's."""
+        """Returns True if the special tokens among `ids`, the end of a prompt, are the template's last ones."""
         found = self.tokens.in_ids(ids, unknown=self.spelled)
         return found == self.token_ids[len(self.token_ids) - len(found) :]
 
     def describes_text(self, text: str) -> bool:
-        """Returns True if all special tokens in a text are the template's."""
+        """Returns True if the special tokens in a prompt's text are exactly the template's."""
         return self.tokens.in_text(text) == self.token_ids
 
     def filled(self, placeholder: str, texts: Sequence[str]) -> "Literal":
-        """Returns the prompt with the texts in the places of a placeholder. See RenderedPrompt.with_images."""
+        """Replaces the occurrences of a placeholder by `texts`. See RenderedPrompt.with_images."""
         tokens, left, token_ids = self.tokens, iter(texts), []
         for token_id in self.token_ids:
             token_ids += tokens.in_text(next(left, "")) if token_id == tokens.spelled(placeholder) else [token_id]
@@ -79,9 +78,10 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as text. literal: None where nothing in it could be taken for a special token.
+    """A conversation as text.
 
-    token_ids: of a prompt that came as tokens. images: whose tokens are in the text.
+    literal: None if clients' texts cannot contain special tokens. token_ids: the ids of a prompt that came as tokens.
+    images: the images whose tokens are in the text.
     """
 
     text: str
@@ -90,9 +90,9 @@ class RenderedPrompt:
     images: tuple[ProcessedImage, ...] = ()
 
     def with_images(self, images: Sequence[ProcessedImage]) -> "RenderedPrompt":
-        """Returns the prompt with the tokens of images where the template has put placeholders.
+        """Replaces the template's image placeholders by the tokens of the images.
 
-        Raises InvalidRequest if there are not as many of these.
+        Raises InvalidRequest if there are not as many placeholders as images.
         """
         if not images:
             return self
@@ -107,9 +107,9 @@ class RenderedPrompt:
         return replace(self, text=self.text if text is None else text, literal=literal, images=tuple(images))
 
     def literally(self, encoding: Encoding) -> Encoding:
-        """Returns the tokens of the prompt: `encoding`, the text's, unless that has special tokens of clients.
+        """Returns the tokens of the prompt. encoding: the tokens of its text, used unless clients wrote special tokens.
 
-        Raises InvalidRequest when these cannot be distinguished.
+        Raises InvalidRequest if clients' special tokens cannot be told from the template's.
         """
         literal = self.literal
         if literal is None or literal.describes(encoding.ids):
@@ -117,14 +117,13 @@ class RenderedPrompt:
         return literal.tokens.encode(self._hidden(literal))
 
     def literal_text(self) -> str:
-        """Returns the prompt in which the tokens of `literally` have their places, where it has tokens of its own."""
+        """Returns the text to which the offsets of `literally` refer, if it returns other tokens than `encoding`."""
         return self.text if self.literal is None else self.literal.tokens.show(self._hidden(self.literal))
 
     def last_ids(self, tokens: int, encode: Callable[[str], list[int]]) -> list[int]:
-        """Returns the last tokens of the prompt, `tokens` at most: of what `encode` makes of the text, unless that has
-        special tokens of clients.
+        """Returns the last `tokens` tokens of the prompt. encode: tokenizes a text.
 
-        Raises InvalidRequest when these cannot be distinguished.
+        Raises InvalidRequest if clients' special tokens cannot be told from the template's.
         """
         literal = self.literal
         if literal is None or literal.describes_text(self.text):
@@ -143,7 +142,7 @@ class RenderedPrompt:
 
 
 class SpecialTokens:
-    """The special tokens of a model, and a tokenizer that knows them by private spellings only."""
+    """The special tokens of a model, and a tokenizer that recognizes only their private spellings."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         spelled = {
@@ -161,7 +160,7 @@ class SpecialTokens:
         self._unmasks_in_ascii = {
             _in_ascii(mask): _in_ascii(chr(character)) for character, mask in self._all_masks.items()
         }
-        # Letters are masked in whole spellings only: templates compare words.
+        # Letters and digits are masked only in whole spellings of special tokens, as templates compare words.
         self._masks = {first: mask for first, mask in self._all_masks.items() if not chr(first).isalnum()}
         words = [content for content in spelled if content[0].isalnum()]
         self._suspicious = re.compile("|".join(map(re.escape, [*map(chr, self._masks), *words])))
@@ -173,11 +172,11 @@ class SpecialTokens:
         self._literal = _renamed(tokenizer, content, self._hidden) if 0 < len(spelled) < _MOST else None
 
     def in_ids(self, ids: Iterable[int], *, unknown: bool = True) -> list[int]:
-        """Returns the special tokens among `ids`. unknown: include the token for what the model cannot read."""
+        """Returns the special tokens among `ids`. unknown: False leaves out the unknown-token."""
         return [token_id for token_id in ids if token_id in self._ids and (unknown or token_id != self._unknown)]
 
     def render(self, render: Render, conversation: TemplateInput) -> RenderedPrompt:
-        """Returns the prompt that `render` makes of the conversation."""
+        """Renders a conversation with `render`, and tells the template's special tokens from those of clients."""
         text = render(*conversation)
         texts = list(_texts(conversation))
         if self._pattern is None or not any(_has(self._suspicious, each, self._longest) for each in texts):
@@ -186,14 +185,14 @@ class SpecialTokens:
         token_ids = self.in_text(masked)
         spelled = any(_has(self._pattern, each, self._longest) for each in texts)
         if spelled:
-            # The fewer characters are masked, the less the template can go astray over it.
+            # The fewer characters are masked, the less likely the template is to render the text differently.
             sparing = render(*_mapped(conversation, self._sparingly_masked))
             masked = sparing if self.in_text(sparing) == token_ids else masked
         usable = self._literal is not None and not any(_has(_PRIVATE, each, _LONGEST_PRIVATE) for each in texts)
         return RenderedPrompt(text, Literal(self, self.hide(masked) if usable else None, token_ids, spelled))
 
     def spelled(self, text: str) -> int | None:
-        """Returns the special token of this spelling; None if there is none."""
+        """Returns the id of the special token with this spelling; None if there is none."""
         return self._spelled.get(text)
 
     def encode(self, hidden: str) -> Encoding:
@@ -202,7 +201,7 @@ class SpecialTokens:
         return self._literal.encode_batch([hidden], add_special_tokens=False)[0]
 
     def show(self, hidden: str) -> str:
-        """Returns a prompt with private spellings as it is read."""
+        """Replaces private spellings by the special tokens' own spellings."""
         return _replaced(self._spellings, hidden, self._longest, lambda found: self._shown[found[0][0]])
 
     def in_text(self, text: str) -> list[int]:
@@ -211,7 +210,7 @@ class SpecialTokens:
         return [self._spelled[found[0]] for found in _matches(self._pattern, text, self._longest)]
 
     def hide(self, masked: str) -> str:
-        """Returns a text with masks as it was, and with private spellings for the special tokens in it."""
+        """Replaces special tokens in a masked text by private spellings, then removes the masks."""
         assert self._pattern is not None
         hidden = _replaced(self._pattern, masked, self._longest, lambda found: self._hidden[found[0]])
         if "\\udb" in hidden:  # the template writes JSON of ASCII only
@@ -232,7 +231,7 @@ class SpecialTokens:
 def _matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
     """Yields the matches of `pattern.finditer`, but searches one part of the text at a time.
 
-    longest: characters of a match, at most.
+    longest: maximum number of characters of a match.
     """
     start = 0
     while start < len(text):
@@ -248,7 +247,7 @@ def _matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.M
 
 
 def _spellings(hidden: Iterable[str]) -> re.Pattern[str]:
-    """Returns the pattern of private spellings, each of them one character repeated."""
+    """Returns a pattern of private spellings, each of which is one character repeated."""
     by_length: defaultdict[int, list[str]] = defaultdict(list)
     for each in hidden:
         by_length[len(each)].append(each[0])
@@ -271,7 +270,7 @@ def _replaced(pattern: re.Pattern[str], text: str, longest: int, change: Callabl
 
 
 def _filled(text: str, placeholder: str, texts: Sequence[str]) -> str | None:
-    """Returns the text with `texts` in the places of a placeholder; None if there are not as many of these."""
+    """Replaces each occurrence of a placeholder by the next of `texts`; None if the numbers differ."""
     between = text.split(placeholder)
     if len(between) != len(texts) + 1:
         return None
@@ -284,12 +283,12 @@ def _translated(text: str, table: Mapping[int, str]) -> str:
 
 
 def _in_ascii(text: str) -> str:
-    """Returns the text as JSON writes it in ASCII."""
+    """Returns the text with the escapes of ASCII-only JSON."""
     return json.dumps(text)[1:-1]
 
 
 def _unknown_token(model: Mapping[str, Any]) -> str | None:
-    """Returns the token that a model of `tokenizer.json` has for what it cannot read; None if it has none."""
+    """Returns the unknown-token of a model in `tokenizer.json`; None if it has none."""
     if model.get("unk_id") is not None:
         return model["vocab"][model["unk_id"]][0]
     return model.get("unk_token")
@@ -299,8 +298,9 @@ def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, 
     """Returns a copy in which some tokens are spelled differently; None if they cannot keep their ids.
 
     `encode_special_tokens` is not enough: Unigram models, and BPE with `ignore_merges`, find special tokens of a text
-    in their vocabulary, and with some a prompt in parts has other tokens than the whole one (`prepend_scheme`).
-    content: the tokenizer as JSON, which is changed.
+    in their vocabulary. Encoding a prompt in parts would not do either: with `prepend_scheme` the tokens differ.
+
+    content: the tokenizer as decoded JSON, which is modified.
     """
     for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -330,7 +330,7 @@ def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, 
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yields all strings in a value, names of members included."""
+    """Yields all strings in a value, including the names of members."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -343,7 +343,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns the value with each string in it changed, but for the names of the template's own members."""
+    """Returns the value with `change` applied to each string in it, including the names of members."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -354,7 +354,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _trie(words: Iterable[str]) -> str:
-    """Returns a regular expression of the words, the longest first, that looks at each character once."""
+    """Returns a regular expression that matches the longest of the words and looks at each character once."""
     root: dict[str, Any] = {}
     for word in words:
         node = root

@@ -1,4 +1,4 @@
-"""The texts that end a text, looked for as it grows."""
+"""Finds stop sequences in a growing text."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from tgi_server.router.answers.partial_text import beginning_held
 
 
 class StopSequences:
-    """Watches one sequence's text as it grows.
+    """Looks for stop sequences in the text of one sequence as it grows.
 
-    TGI's routes show the stop sequence (`reveal`): text is passed on as it comes. OpenAI's do not: text that may be
-    the beginning of a stop sequence is held back until it is certain that it is not.
+    TGI's routes include the stop sequence in the text (`reveal`), so text is passed on at once. OpenAI's do not: text
+    that may be the beginning of a stop sequence is held back until it is certain that it is not.
     """
 
     __slots__ = ("_buffer", "_longest", "_sequences", "found", "reveal")
@@ -18,19 +18,19 @@ class StopSequences:
         self._sequences = tuple(sequences)
         self._longest = max(map(len, sequences))
         self.reveal = reveal
-        # The one that ended the text.
+        # The stop sequence that ended the text.
         self.found: str | None = None
-        # With `reveal`, the end of what was passed on; else what is held back.
+        # With `reveal`, the end of the text passed on; otherwise the text that is held back.
         self._buffer = ""
 
     def contain(self, text: str) -> bool:
-        """Returns True if `text` may be part of a stop sequence. Special tokens are looked at: they are not shown."""
+        """Returns True if `text`, such as a special token's name, is a part of a stop sequence."""
         return any(text in sequence for sequence in self._sequences)
 
     def feed(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
         """Adds the next piece. Returns the text that may be shown now, and True if a stop sequence is complete.
 
-        may_end: stop sequences that are complete with this piece count; ones that begin in it always do.
+        may_end: False ignores stop sequences that are complete within this piece; they may still begin in it.
         """
         if not text:
             return "", False
@@ -50,14 +50,14 @@ class StopSequences:
         return seen[: len(seen) - held], False
 
     def flush(self) -> str:
-        """Returns what was held back, once nothing more comes."""
+        """Returns the text that was held back. Call it at the end of the text."""
         held, self._buffer = ("" if self.reveal else self._buffer), ""
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """Returns the stop sequence that is complete first; of several, the one that begins first.
+        """Returns start and text of the stop sequence that is complete first; of several, the one that begins first.
 
-        The buffer may have a whole one, from when none ended the text.
+        Ignores a stop sequence that is completely in the buffer, from a time when none could end the text.
         """
         known = len(self._buffer)
         matches = [

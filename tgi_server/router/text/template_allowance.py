@@ -1,4 +1,4 @@
-"""The time and the memory that one rendering of a chat template may take."""
+"""Limits the time and memory of one rendering of a chat template."""
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
@@ -9,52 +9,52 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.utils import Namespace
 
-# Seconds that a rendering may take, and characters of all texts and lists that it builds, of up to four bytes each.
+# Maximum seconds of a rendering, and maximum characters of all texts and lists that it builds, up to four bytes each.
 RENDER_SECONDS = 5.0
 _CHARACTERS = 2**26
-# Calls of macros, blocks and recursive loops within each other, and lists within lists.
+# Maximum nesting of calls of macros, blocks and recursive loops, and of lists.
 _DEEPEST_CALL = 100
 _DEEPEST_LIST = 256
-# Characters that a member of a list or an object counts for, and the most that a number takes as text.
+# Characters for which a member of a list or an object counts, and maximum characters of a float as text.
 MEMBER = 12
 _NUMBER = 32
-# JSON writes a control character with so many, and so does Python.
+# Maximum characters of an escaped character in JSON and Python.
 _ESCAPED = 6
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, ItemsView, KeysView, ValuesView, Namespace)
 
 
 def render_deadline() -> float:
-    """Returns when the time of a rendering that begins now is over, on the clock of `time.monotonic()`."""
+    """Returns the deadline of a rendering that begins now, on the clock of `time.monotonic()`."""
     return monotonic() + RENDER_SECONDS
 
 
 class Allowance:
-    """The time and the memory that one rendering has left. Templates cannot reach it: it is not a variable."""
+    """The time and memory that one rendering has left. Templates cannot access it, as it is not a variable."""
 
     def __init__(self, size: int = _CHARACTERS, until: float | None = None) -> None:
-        """size: characters that the template may build. until: the end of its time, on the clock of `monotonic()`."""
+        """size: maximum characters that the template may build. until: its deadline, on the clock of `monotonic()`."""
         self._deadline = render_deadline() if until is None else until
         self._size = self._left = size
         self._depth = 0
 
     def check_time(self) -> None:
-        """Raises TemplateError once the time is over."""
+        """Raises TemplateError after the deadline."""
         if monotonic() > self._deadline:
             raise TemplateError(f"rendering takes more than {RENDER_SECONDS} s; send fewer or shorter messages")
 
     def take(self, size: int) -> None:
-        """Counts characters before they are built. Raises TemplateError beyond the limit, or once the time is over."""
+        """Counts characters before they are built. Raises TemplateError beyond the limit, or after the deadline."""
         self.check_time()
         if size > self._left:
             raise TemplateError(f"the template builds more than {self._size} characters of text")
         self._left -= max(size, 0)
 
     def take_value(self, value: Any) -> None:
-        """Counts the characters of a value as text. A list may contain another one many times."""
+        """Counts the maximum characters of a value as text. A list may contain another list many times."""
         self.take(self.expanded(value))
 
     def check_value(self, value: Any) -> None:
-        """Raises TemplateError for a list that is too large to be compared. Counts nothing."""
+        """Raises TemplateError for a list that is too large to compare. Counts no characters."""
         if isinstance(value, _CONTAINERS):
             self.check_time()
             if self.expanded(value) > self._size:
@@ -65,7 +65,7 @@ class Allowance:
         return _expanded(value, {}, 0)
 
     def collected(self, items: Iterable[Any]) -> list[Any]:
-        """Returns the items as a list, which is counted as it grows."""
+        """Returns the items as a list. Counts it as it grows."""
         collected = []
         for item in items:
             self.take(MEMBER)
@@ -74,7 +74,7 @@ class Allowance:
 
     @contextmanager
     def deeper(self) -> Iterator[None]:
-        """Counts a call within others. Raises TemplateError if there are too many."""
+        """Counts a nested call. Raises TemplateError if calls are nested too deep."""
         if self._depth >= _DEEPEST_CALL:
             raise TemplateError(f"the template's macros call each other more than {_DEEPEST_CALL} deep")
         self._depth += 1
@@ -85,7 +85,7 @@ class Allowance:
 
 
 def _expanded(value: Any, known: dict[int, tuple[int, Any]], depth: int) -> int:
-    """known: sizes of lists by their identity; each is looked through once."""
+    """Returns the maximum characters of a value as text. known: sizes of lists by `id`, to visit each once."""
     if isinstance(value, str):
         return _ESCAPED * len(value) + 2
     if isinstance(value, int):
@@ -112,13 +112,13 @@ _current: ContextVar[Allowance] = ContextVar("template_allowance")
 
 
 def current_allowance() -> Allowance:
-    """Returns the allowance of the rendering that this thread works on. Raises LookupError outside of `rendering`."""
+    """Returns the allowance of the rendering in this thread. Raises LookupError outside of `rendering`."""
     return _current.get()
 
 
 @contextmanager
 def rendering(allowance: Allowance) -> Iterator[None]:
-    """Makes `allowance` the one that is charged for what this thread renders."""
+    """Charges `allowance` for what this thread renders in the context."""
     token = _current.set(allowance)
     try:
         yield

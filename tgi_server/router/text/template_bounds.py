@@ -1,8 +1,8 @@
-"""A Jinja sandbox that bounds the time and the memory of chat templates.
+"""A Jinja sandbox that limits the time and the memory of chat templates.
 
-Clients decide how often a template loops, and templates come from strangers: `2 ** 9 ** 9` would take hours, and
-`'a' * 9 ** 9` gigabytes. What a template may call is a list (`template_calls`). Each operation counts what it is about
-to build (`template_allowance`).
+Clients' data determine how often a template loops, and templates come from strangers: `2 ** 9 ** 9` would take hours,
+and `'a' * 9 ** 9` gigabytes. `template_calls` lists what a template may call. Each operation counts the characters that
+it is about to build (`template_allowance`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,11 +30,11 @@ from tgi_server.router.text.template_calls import (
     text_size,
 )
 
-# Characters of a template's source. Published models' have at most some 20,000.
+# Maximum characters of a template's source. Those of published models have at most about 20,000.
 _LONGEST_SOURCE = 2**18
-# The filter of loops.
+# Name of the filter that is added to loops.
 _IN_TIME = "in time"
-# Texts longer than this are compared in no time of their own.
+# For texts longer than this, the time is checked before a comparison.
 _LONG = 10_000
 
 
@@ -53,8 +53,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def bound(self) -> None:
-        """Bounds the filters, tests and functions that are defined by now, and removes unneeded ones."""
-        # Not among the filters of this one: `map` calls any of them by its name.
+        """Limits the filters, tests and functions defined so far, and removes those that templates do not need."""
+        # In another environment, because `map` can call any filter of its environment by name.
         unbounded = ImmutableSandboxedEnvironment()
         unbounded.filters |= self.filters
         unbounded.filters |= {"e": _escaped, "escape": _escaped, "safe": str}
@@ -73,14 +73,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for escaping in tree.find_all((nodes.EvalContextModifier, nodes.ScopedEvalContextModifier)):
             raise TemplateSyntaxError("chat templates cannot use `autoescape`", escaping.lineno)
         for loop in tree.find_all(nodes.For):
-            # A text that is written takes a place in a list, even if it is an empty one.
+            # Each text that is written takes a place in a list, even if it is empty.
             outputs = nodes.Const(1 + sum(len(output.nodes) for output in loop.find_all(nodes.Output)))
             loop.iter = nodes.Filter(loop.iter, _IN_TIME, [outputs], [], None, None, lineno=loop.lineno)
         return tree
 
     @staticmethod
     def concat(texts: Iterable[str]) -> str:
-        """Returns what a template, a macro or a block wrote as one text."""
+        """Joins the texts that a template, a macro or a block wrote."""
         allowance = current_allowance()
         written = []
         for text in texts:
@@ -121,7 +121,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value[part]
 
     def comparable(self, value: Any) -> Any:
-        """Returns the value. Raises TemplateError if it takes too long to compare it."""
+        """Returns the value unchanged. Raises TemplateError if comparing it would take too long."""
         if isinstance(value, str):
             if len(value) > _LONG:
                 current_allowance().check_time()
@@ -130,7 +130,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def concatenated(self, parts: Iterable[Any]) -> str:
-        """Returns the parts concatenated, as `~` does."""
+        """Joins the parts, as the operator `~` does."""
         return self.concat([str(_shown(part)) for part in parts])
 
 
@@ -200,7 +200,7 @@ def _escaped(value: Any) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Returns the value that the template writes. Raises TemplateError if it is too large."""
+    """Returns a value that the template writes, unchanged. Raises TemplateError if it is too large."""
     if not isinstance(value, str):
         current_allowance().take_value(value)
     return value
@@ -208,7 +208,7 @@ def _shown(value: Any) -> Any:
 
 @pass_context
 def _in_time(context: Context, items: Iterable[Any], outputs: int) -> Iterator[Any]:
-    """Yields the items of a loop. outputs: how many texts its body writes at most."""
+    """Yields the items of a loop, and counts each. outputs: maximum number of texts that the loop's body writes."""
     allowance = current_allowance()
     for item in items:
         allowance.take(MEMBER * outputs)

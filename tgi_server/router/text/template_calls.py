@@ -1,7 +1,7 @@
 """Lists the calls that a chat template may make, and the maximum number of characters that each call builds.
 
-Whatever is not listed here is refused: methods and filters of Jinja and Python that no chat template needs are many,
-and some of them take hours or gigabytes.
+All other calls are refused: Jinja and Python have many methods and filters that no chat template needs, and some of
+them can take hours or gigabytes.
 """
 
 import re
@@ -18,13 +18,13 @@ BITS = 4_096
 WIDEST = 100_000
 DEEPEST_INDENT = 100
 _MOST_DIGITS = 100
-# Characters of a text times characters that are searched for, by methods that take as many steps.
+# Maximum of (characters of a text) * (characters that are searched for), for methods that take as many steps.
 _STEPS = 2**28
 # A text of one character takes as much memory as this many characters of a long text.
 _SHORT_TEXT = 16
 _DIGITS = re.compile(r"\d+")
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-# A width that is a replacement field itself.
+# A width that is itself a replacement field.
 _CHOSEN_WIDTH = re.compile(r"\{[^{}]*\{")
 _NO_WIDTH = "the template computes the width of a text; use a constant"
 
@@ -38,7 +38,7 @@ _SEARCHING = frozenset(
     }
 )
 _RECASING = frozenset({"upper", "lower", "title", "capitalize", "swapcase", "casefold"})
-# Methods of texts that return none.
+# Methods of texts that do not return a text.
 _READING = frozenset(
     {
         *("startswith", "endswith", "find", "rfind", "index", "rindex", "count"),
@@ -62,14 +62,14 @@ _METHODS: Mapping[type, frozenset[str]] = {
     int: frozenset({"bit_length", "is_integer"}),
     float: frozenset({"is_integer"}),
 }
-# Filters that look at a value and its type, or pass its members on one by one.
+# Filters that look only at a value and its type, or yield its members one by one.
 CHEAP_FILTERS = frozenset(
     {
         *("abs", "attr", "count", "d", "default", "first", "last", "length"),
         *("map", "reject", "rejectattr", "select", "selectattr"),
     }
 )
-# Filters that compare the members of a list, or make another list of them.
+# Filters that compare the members of a list, or build another list of them.
 LISTING_FILTERS = frozenset(
     {
         *("batch", "dictsort", "groupby", "items", "list", "max", "min", "random", "reverse", "slice", "sort", "sum"),
@@ -97,7 +97,7 @@ def owner_of(called: Any) -> Any:
 
 
 def check_callable(called: Any, functions: frozenset[int]) -> None:
-    """Raises TemplateError for what a template may not call. functions: identities of functions without an owner."""
+    """Raises TemplateError if a template may not call `called`. functions: ids of allowed functions."""
     if isinstance(called, (*NESTING, Joiner, Undefined)) or id(called) in functions:
         return
     name = getattr(called, "__name__", type(called).__name__)
@@ -109,7 +109,7 @@ def check_callable(called: Any, functions: frozenset[int]) -> None:
 
 
 def result_size(allowance: Allowance, operator: str, left: Any, right: Any) -> int:
-    """Returns the characters that an operation may build. Raises TemplateError for numbers that are too large."""
+    """Returns the maximum characters that a binary operation builds. Raises TemplateError if numbers are too large."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > BITS:
@@ -157,13 +157,13 @@ def text_size(allowance: Allowance, name: str, text: str, args: tuple[Any, ...],
 
 
 def joined_size(allowance: Allowance, members: Any, joint: Any) -> int:
-    """Returns the maximum number of characters that the members of a list have as one text."""
+    """Returns the maximum number of characters of a list's members joined to one text."""
     sizes = (len(member) if isinstance(member, str) else allowance.expanded(member) for member in members)
     return sum(sizes) + len(str(joint)) * _length(members)
 
 
 def check_widths(args: tuple[Any, ...], kwargs: Mapping[str, Any], most: int = WIDEST) -> int:
-    """Returns the largest of the numbers. Raises TemplateError for one that is too large for a width."""
+    """Returns the largest number among the arguments. Raises TemplateError if it is larger than `most`."""
     given = [
         len(each) if most == DEEPEST_INDENT and isinstance(each, str) else each for each in (*args, *kwargs.values())
     ]
@@ -192,7 +192,7 @@ def _format_size(allowance: Allowance, form: str, args: tuple[Any, ...], kwargs:
 
 
 def _pieces(text: str, name: str, args: tuple[Any, ...]) -> int:
-    """Returns the most pieces into which a text is split."""
+    """Returns the maximum number of pieces into which a text is split."""
     if name == "splitlines":
         return 1 + sum(map(text.count, _LINE_ENDS))
     separator = args[0] if args else None
@@ -202,7 +202,7 @@ def _pieces(text: str, name: str, args: tuple[Any, ...]) -> int:
 
 
 def _length(value: Any) -> int:
-    """Returns the characters of a text, or the characters that the members of a list count for."""
+    """Returns the number of characters of a text, or those for which the members of a list count."""
     if isinstance(value, str):
         return len(value)
     return MEMBER * len(value) if hasattr(value, "__len__") else 0

@@ -1,4 +1,4 @@
-"""The one way of tokens back to a client: text, stop sequences, the finish reason, and when all of it happened."""
+"""The way of tokens back to a client: detokenization, stop sequences, the finish reason, and timestamps."""
 
 from collections.abc import Callable, Collection
 from time import perf_counter
@@ -16,32 +16,32 @@ OnEnd = Callable[[RouterError | None], None]
 
 
 class Formatter(Protocol):
-    """Writes a sequence in the form that its route has."""
+    """Writes a sequence in the format of its route."""
 
     def token(self, stream: "TokenStream[Formatter]") -> bool | None:
-        """Takes the token that the stream has now. `stream.finish_reason` is set when it is the last one.
+        """Writes the stream's current token. If it is the last one, `stream.finish_reason` is set.
 
-        Returns True if nothing more is wanted.
+        Returns True to end the sequence here.
         """
 
     def rest(self, stream: "TokenStream[Formatter]", text: str) -> None:
-        """Takes an end that comes without a token. text: what was held back, by which the sequence's text grows."""
+        """Writes an end that comes without a token. text: text that was held back until now."""
 
 
 F = TypeVar("F", bound=Formatter, covariant=True)
 
 
 class TokenStream(Generic[F]):
-    """One sequence as it grows; the scheduler pushes its tokens, and `output` writes them.
+    """The sink of one sequence: the scheduler pushes tokens, and `output` writes them.
 
-    prefill: the prompt's tokens and logprobs, if requested. cached_tokens: of the prompt, as computed for another
-    request.
+    prefill: the prompt's tokens and logprobs, if requested. cached_tokens: number of prompt tokens from the prefix
+    cache.
 
-    Of the last token: its id. text: what became complete with it, also where it is held back or cut off; of a special
-    token, its name. visible: what the sequence's text grew by. logprob, top: if they were requested. drafted: it had
-    been drafted before it was chosen. They are members of the stream so that no object is made for each token.
+    Attributes of the last token: token_id. text: the text that it completed, even if that is held back or cut off; for
+    a special token, its name. visible: the text that may be shown now. logprob, top: if requested. drafted: True if the
+    token was drafted. They are attributes of the stream so that no object has to be created for each token.
 
-    Times are `perf_counter` seconds.
+    Times are seconds of `perf_counter`.
     """
 
     __slots__ = (
@@ -86,12 +86,13 @@ class TokenStream(Generic[F]):
         shown: Collection[int] = (),
         observe_gap: Callable[[float], None] | None = None,
     ) -> None:
-        """input_ids: the prompt; the first generated token may read differently after it.
-        stops: stop sequences, if the request has any. stop_ids: tokens that end the text, which does not include them.
-        on_end: called once, at the end, with the error if the sequence did not end as it should.
-        min_tokens: before this many tokens, nothing that the request names ends the text.
+        """input_ids: the prompt, as the text of the first generated token may depend on it.
+
+        stops: stop sequences, if the request has any. stop_ids: tokens that end the text and are not part of it.
+        on_end: called once, at the end, with the error if the sequence failed, else None.
+        min_tokens: minimum number of tokens before the request's stop sequences and tokens can end the text.
         shown: special tokens that are part of the text.
-        observe_gap: called with the seconds between the tokens of one step and of the next.
+        observe_gap: called with the seconds between the tokens of two steps.
         """
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
@@ -127,19 +128,22 @@ class TokenStream(Generic[F]):
         return self._stops.found if self._stops is not None else None
 
     def started(self, cached_tokens: int) -> None:
-        """Notes that the sequence left the queue."""
+        """Records that the sequence has left the queue."""
         self.started_at = perf_counter()
         self.cached_tokens = cached_tokens
 
     def push(self, generation: pb.Generation) -> FinishReason | None:
-        """Takes the tokens of one step; tokens after the end of the text are dropped."""
+        """Handles the tokens of one step; drops those after the end of the text.
+
+        Returns the finish reason if one of the request's own conditions ends the text; otherwise None.
+        """
         if self.finish_reason is not None:
             return self.finish_reason
         if generation.HasField("prefill_tokens"):
             self.prefill = generation.prefill_tokens
         drafted, token_ids = generation.drafted, generation.token_ids
         logprobs, top_tokens = generation.logprobs, generation.top_tokens
-        if not drafted:  # those come with the token before them
+        if not drafted:  # drafted tokens come together with the token before them
             self._note_time()
         last = len(token_ids) - 1
         for position, token_id in enumerate(token_ids):
@@ -177,7 +181,7 @@ class TokenStream(Generic[F]):
         return None
 
     def _end_here(self) -> FinishReason:
-        """Ends the sequence as the model might have ended it; returns the reason."""
+        """Ends the sequence as if the model had generated an end-of-sequence token. Returns the reason."""
         self.ended_at = perf_counter()
         self.finish_reason = FinishReason.EOS_TOKEN
         self._output.rest(self, self._rest(self._detokenizer.flush()))
@@ -192,12 +196,12 @@ class TokenStream(Generic[F]):
         self._last_push_at = now
 
     def finished(self, reason: FinishReason) -> None:
-        """Ends the sequence as it should end; one without any token fails."""
+        """Ends the sequence normally; a sequence without any token fails."""
         if self.finish_reason is None:
             if not self.generated_tokens:
                 self._on_end(IncompleteGeneration(f"the generation ended ({reason.value}) before its first token"))
                 return
-            # The last tokens were none that anybody sees.
+            # The last tokens were hidden ones.
             self.ended_at = perf_counter()
             self.finish_reason = reason
             self._output.rest(self, self._rest(self._detokenizer.flush()))
@@ -234,7 +238,7 @@ class TokenStream(Generic[F]):
         return name, visible if shown or not self._stops.reveal else "", stopped
 
     def _rest(self, incomplete: str) -> str:
-        """Returns the text that waited for more to come. incomplete: of tokens without a whole character."""
+        """Returns the text that was held back. incomplete: the text of tokens without a complete character."""
         if self._stops is None:
             return incomplete
         shown, stopped = self._stops.feed(incomplete, may_end=self._may_end)
@@ -245,7 +249,7 @@ AnyStream = TokenStream[Formatter]
 
 
 class CollectedTokens:
-    """Keeps everything until the end, for a response in one piece. visible: what the text grew by with each token."""
+    """A formatter that collects all tokens for a response in one piece. visible: the text that each token added."""
 
     __slots__ = ("logprobs", "texts", "token_ids", "top_tokens", "visible")
 
@@ -273,6 +277,6 @@ class CollectedTokens:
         return "".join(self.visible)
 
     def mean_logprob(self) -> float:
-        """Returns how likely the model finds the sequence, by its tokens."""
+        """Returns the mean log-probability of the tokens that have one; minus infinity if none has."""
         known = [value for value in self.logprobs if value is not None]
         return sum(known) / len(known) if known else float("-inf")

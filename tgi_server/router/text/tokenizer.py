@@ -1,4 +1,4 @@
-"""Tokens from text: the model's tokenizer, and the threads that it runs in."""
+"""The model's tokenizer, and the threads in which it runs."""
 
 import asyncio
 import json
@@ -27,14 +27,15 @@ T = TypeVar("T")
 
 # Tokenizing this many characters takes less time than waking a thread for it (about 0.1 ms).
 _SHORT = 1_000
-# Texts with more characters have threads of their own, so that shorter ones do not wait for them.
+# Texts with more characters use separate threads, so that shorter ones do not wait for them.
 _LONG = 32_768
-# Texts with more characters for each token that is allowed are tokenized in pieces first, until there are too many.
+# Texts with more characters per allowed token are first tokenized in pieces, until there are too many tokens.
 _PLAUSIBLE = 4
 _PIECE = 65_536
-# A cut through a text may add this many tokens.
+# Maximum number of tokens that a cut through a text adds.
 _CUT = 128
-# A space that becomes a mark of three bytes makes texts three times as long.
+# Maximum factor by which a tokenizer may lengthen a text. SentencePiece's mark for a space has three bytes: a factor of
+# 3.
 _MOST_GROWTH = 64
 _CONVERSION_SECONDS = 300
 _CONVERSION = """
@@ -53,12 +54,12 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 class TextTokenizer:
     """The model's tokenizer.
 
-    special_tokens: maps the ids of special tokens to their text. added_tokens: these, and the ones added to the
-    vocabulary as text. vocab_size: token ids are less than that.
+    special_tokens: text of each special token, by id. added_tokens: text of these and of ordinary added tokens, by id.
+    vocab_size: highest token id plus 1.
     """
 
     def __init__(self, tokenizer: Tokenizer, config: TokenizerConfig) -> None:
-        """Raises StartupError for a tokenizer that makes texts many times as long."""
+        """Raises StartupError if the tokenizer could make texts many times as long."""
         _check_growth(tokenizer)
         _obey(tokenizer, config)
         tokenizer.no_truncation()
@@ -73,27 +74,27 @@ class TextTokenizer:
         self._texts: dict[int, str] = {}
 
     def special_token_guard(self) -> SpecialTokens:
-        """Returns what distinguishes special tokens of the chat template from special tokens that clients spell."""
+        """Returns a `SpecialTokens`, which tells the chat template's special tokens from those that clients write."""
         return SpecialTokens(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool, offsets: bool = True) -> Encoding:
-        """Returns the tokens. offsets: with their places in the text, which takes longer."""
+        """Returns the tokens of a text. offsets: True adds their offsets in the text, which takes longer."""
         if len(text) <= _SHORT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # Only the methods for batches let other threads run meanwhile.
+        # Only the batch methods release the GIL.
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
         return encode([text], add_special_tokens=add_special_tokens)[0]
 
     def with_special_tokens(self, encoding: Encoding) -> Encoding:
-        """Returns tokens that were made without special tokens, with the ones that the tokenizer adds."""
+        """Adds the tokenizer's special tokens, such as BOS, to tokens that were encoded without them."""
         return self._tokenizer.post_process(encoding, None, True)
 
     def piece(self, token_id: int) -> str:
-        """Returns a token as the vocabulary has it, such as `Ġworld`; an empty text for an id without a token."""
+        """Returns a token's entry in the vocabulary, such as `Ġworld`; empty for an id without a token."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def exceeds(self, text: str, tokens: int) -> bool:
-        """Returns True if a long text has more than `tokens` tokens, without tokenizing much more than those."""
+        """Returns True if a long text has more than `tokens` tokens, without tokenizing much more than that."""
         if len(text) <= max(_PLAUSIBLE * tokens, _PIECE):
             return False
         found = 0
@@ -105,32 +106,32 @@ class TextTokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of `token_ids`, special tokens included. Many take time, which is for a thread."""
+        """Returns the text of `token_ids`, special tokens included. For many tokens, call it in a thread."""
         if len(token_ids) <= _SHORT:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
         return text
 
     def decode_one(self, token_id: int) -> str:
-        """Returns the text of one token without others before it, special tokens included."""
+        """Returns the text of a single token, special tokens included. Cached."""
         found = self._texts.get(token_id)
         if found is None:
             found = self._texts[token_id] = self.decode([token_id])
         return found
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token has in the middle of a text; of a special token, its name."""
+        """Returns the bytes of a token in the middle of a text; for a special token, its name. Cached."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._bytes_of(token_id)
         return found
 
     def token_text(self, token_id: int) -> str:
-        """Returns the text that a token has in the middle of a text, with U+FFFD for parts of characters."""
+        """Returns the text of a token in the middle of a text, with U+FFFD for incomplete characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_name(self, token_id: int) -> str:
-        """Returns a token's text, or as OpenAI does `\\xf0\\x9f` for bytes that are a part of a character."""
+        """Returns a token's text; for incomplete characters its bytes as `\\xf0\\x9f`, as OpenAI does."""
         try:
             return self.token_bytes(token_id).decode()
         except UnicodeDecodeError:
@@ -139,7 +140,7 @@ class TextTokenizer:
     def _bytes_of(self, token_id: int) -> bytes:
         if (name := self.special_tokens.get(token_id)) is not None:
             return name.encode()
-        # Decoders drop a space at the beginning of a text, so the token is looked at after another one.
+        # Decoders drop a space at the beginning of a text, so the token is decoded after another one.
         before = self.decode(self._anchor)
         text = self.decode([*self._anchor, token_id])
         text = text[len(before) :] if text.startswith(before) else self.decode([token_id])
@@ -154,7 +155,7 @@ class TextTokenizer:
 
 
 class TokenizerThreads:
-    """Runs tokenizing, and what else takes time, outside the event loop. Of long texts, the shortest comes first."""
+    """Runs tokenization, and other slow work on texts, outside the event loop. Of long texts, the shortest is first."""
 
     def __init__(self, tokenizer: TextTokenizer, workers: int) -> None:
         self.tokenizer = tokenizer
@@ -165,11 +166,11 @@ class TokenizerThreads:
         self._numbers = count()
 
     async def handle_text(self, characters: int, work: Callable[[], T], *, at_once: int = _SHORT) -> T:
-        """Runs what takes time in proportion to a text; of one with `at_once` characters at most, at once."""
+        """Runs `work`, whose time is proportional to `characters`: in a thread, or at once for at most `at_once`."""
         return work() if characters <= at_once else await self.run(characters, work)
 
     async def run(self, characters: int, work: Callable[[], T]) -> T:
-        """Runs `work` on a text in a thread."""
+        """Runs `work` in a thread. characters: length of its text."""
         loop = asyncio.get_running_loop()
         if characters <= _LONG:
             return await loop.run_in_executor(self._pool, work)
@@ -180,7 +181,7 @@ class TokenizerThreads:
             self._pass_turn()
 
     async def _turn(self, characters: int) -> None:
-        """Waits for a thread of the long texts."""
+        """Waits until a thread for long texts is free."""
         if self._free:
             self._free -= 1
             return
@@ -207,23 +208,23 @@ class TokenizerThreads:
 
 
 def load_tokenizer(model: Path, config: TokenizerConfig) -> TextTokenizer:
-    """Loads `tokenizer.json` of the model folder; where there is none, makes one of the files that there are.
+    """Loads `tokenizer.json` of the model's folder, or converts the tokenizer's other files if there is none.
 
-    Raises StartupError when there is no tokenizer that can be used.
+    Raises StartupError if there is no usable tokenizer.
     """
     return TextTokenizer(_found(model), config)
 
 
 class ReadTokenizer(Protocol):
-    """Returns the tokenizer of a model that embeds or ranks, as `tokenizer_of` does."""
+    """Returns the tokenizer of an embedding or rerank model, as `tokenizer_of` does."""
 
     def __call__(self, model: Path, /, *, literal: bool = False) -> Tokenizer: ...
 
 
 def tokenizer_of(model: Path, *, literal: bool = False) -> Tokenizer:
-    """Returns the tokenizer of a model that embeds or ranks, as its files have it. Raises StartupError.
+    """Returns the tokenizer of an embedding or rerank model. Raises StartupError.
 
-    literal: special tokens that a text spells are text.
+    literal: True reads special tokens in a text as plain text.
     """
     tokenizer = _found(model)
     _check_growth(tokenizer)
@@ -254,9 +255,9 @@ def _read(file: Path) -> Tokenizer:
 
 
 def _convert(model: Path, folder: Path) -> Path:
-    """Has `transformers` write a `tokenizer.json` into `folder`.
+    """Has `transformers` write a `tokenizer.json` to `folder`. Returns its path.
 
-    In a process of its own, because `transformers` loads torch as soon as it is there.
+    Uses a separate process, because `transformers` imports torch if it is installed.
     """
     if not model.is_dir():
         raise StartupError(f"{model} is not a folder; --tokenizer-name needs the folder of a downloaded model")
@@ -273,7 +274,7 @@ def _convert(model: Path, folder: Path) -> Path:
 
 
 def _check_growth(tokenizer: Tokenizer) -> None:
-    """Raises StartupError if replacements, one after the other, may make a text too many times as long."""
+    """Raises StartupError if the tokenizer's replacements together may make a text too many times as long."""
     for part, name in ((tokenizer.normalizer, "normalizer"), (tokenizer.decoder, "decoder")):
         growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
         if growth > _MOST_GROWTH:
@@ -284,7 +285,7 @@ def _check_growth(tokenizer: Tokenizer) -> None:
 
 
 def _growth(part: Any) -> float:
-    """Returns how many times as long the replacements in a part of a tokenizer may make a text."""
+    """Returns the maximum factor by which the replacements in a part of a tokenizer lengthen a text."""
     if not isinstance(part, dict):
         return 1.0
     if part.get("type") == "Replace":
@@ -296,7 +297,7 @@ def _growth(part: Any) -> float:
 
 
 def _obey(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
-    """Makes `tokenizer` add BOS and EOS as `tokenizer_config.json` says, where it says so."""
+    """Makes `tokenizer` add BOS and EOS as `tokenizer_config.json` says, if it does."""
     plain = tokenizer.encode("", add_special_tokens=True).ids
     bos = config.bos_token and tokenizer.token_to_id(config.bos_token)
     eos = config.eos_token and tokenizer.token_to_id(config.eos_token)

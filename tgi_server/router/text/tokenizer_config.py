@@ -1,4 +1,4 @@
-"""Special tokens and chat templates of a model's folder: what it has for its tokenizer besides `tokenizer.json`."""
+"""Reads special tokens and chat templates of a model's folder, mainly from `tokenizer_config.json`."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tgi_server.router.errors import StartupError
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 _GENERIC_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json without a class of its own
-# The tokens that have a name of their own, which chat templates know them by, as in `transformers`.
+# Names of tokens, which are also variables of chat templates, as in `transformers`.
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -19,10 +19,9 @@ TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", 
 class TokenizerConfig:
     """The parts of `tokenizer_config.json` that serving needs.
 
-    chat_templates: Jinja sources by name; most models have one, named "default". tokens: by their names in TOKEN_NAMES;
-    names without a token are absent. add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
-    response_template: how answers are parsed, as in the file; None: the file has none. tokenizer_class: the
-    name of the tokenizer's class in `transformers`.
+    chat_templates: Jinja sources by name; most models have one, named "default". tokens: texts of tokens, by their
+    names in TOKEN_NAMES. add_bos_token, add_eos_token: None leaves it to `tokenizer.json`. response_template: the
+    file's description of how to parse answers, or None. tokenizer_class: name of the class in `transformers`.
     """
 
     tokens: Mapping[str, str] = field(default_factory=dict)
@@ -46,10 +45,10 @@ def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig
 
     `override` may also be a bare template (a file that does not end in `.json`).
 
-    Raises StartupError for a file that is not there or not what it should be.
+    Raises StartupError if `override` is missing, or a file has unexpected content.
     """
     own = model / "tokenizer_config.json"
-    # Some models name their tokens, or have their template, only where older tokenizers and processors wrote them.
+    # Some models have their tokens' names or their template only in the files of older tokenizers and processors.
     older = read_object(model / "special_tokens_map.json") | read_object(model / "chat_template.json")
     if override is not None and override.suffix != ".json":
         return _parse(own, older | read_object(own), {DEFAULT_TEMPLATE: _read_text(override)})
@@ -72,7 +71,7 @@ def _parse(path: Path, config: dict[str, Any], files: Mapping[str, str]) -> Toke
 
 
 def _inline_templates(value: Any, path: Path) -> dict[str, str]:
-    """Takes one template, or a list of `{"name": ..., "template": ...}`. Raises StartupError for another list."""
+    """Reads one template, or a list of `{"name": ..., "template": ...}`. Raises StartupError for another list."""
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
     if not isinstance(value, list):
@@ -88,7 +87,7 @@ def _inline_templates(value: Any, path: Path) -> dict[str, str]:
 
 
 def _template_files(model: Path) -> dict[str, str]:
-    """Reads `chat_template.jinja` and `additional_chat_templates/NAME.jinja`; they win over the inline ones."""
+    """Reads `chat_template.jinja` and `additional_chat_templates/NAME.jinja`, which override inline templates."""
     templates = {path.stem: _read_text(path) for path in sorted((model / "additional_chat_templates").glob("*.jinja"))}
     main = model / "chat_template.jinja"
     if main.is_file():
@@ -102,9 +101,9 @@ def _token(value: Any) -> str | None:
 
 
 def read_object(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """Returns the object that a file of a model's folder has; an empty one for a file that need not be there and isn't.
+    """Reads a JSON object from a file. required: False returns an empty object if there is no file.
 
-    Raises StartupError for a file that is not there or has no object.
+    Raises StartupError if a required file is missing, or its content is not an object.
     """
     if not path.is_file() and not required:
         return {}

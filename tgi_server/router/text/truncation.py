@@ -1,10 +1,10 @@
-"""Truncation: the last tokens of a long text; usually only its end is tokenized."""
+"""Truncation: finds the last tokens of a long text, usually by tokenizing only its end."""
 
 from collections.abc import Callable
 
-# Characters that are tokenized for each token that is needed, and in addition.
+# Characters that are tokenized per token that is needed, and additional ones.
 _FOR_EACH, _FOR_NONE = 16, 4_096
-# Places at which a text is cut, to find out whether it matters.
+# Number of positions at which a text is cut, to find out if the position matters.
 _CUTS = 3
 
 
@@ -19,12 +19,12 @@ def tokenised_characters(text: str, tokens: int) -> int:
 
 
 def last_ids(encode: Callable[[str], list[int]], text: str, tokens: int) -> list[int]:
-    """Returns the last `tokens` ids, at most, that `encode` returns for the text.
+    """Returns the last `tokens` token ids, or fewer, of a text. encode: tokenizes a text.
 
-    After a cut the first tokens differ from those of the whole text; from the next word, or sign, on they agree.
-    Where three cuts, a character apart, lead to the same tokens through most of the end, any cut does: many tokenizers
-    split digits three by three from the left, and two of three cuts may happen to agree. In a text without such places
-    (one letter a million times) no cut may do: then more of it is tokenized, and all of it in the end.
+    After a cut, the first tokens differ from those of the whole text; from the next word or punctuation mark on they
+    agree. If three cuts, a character apart, lead to the same tokens through most of the end, the position of the cut
+    does not matter. Three, because many tokenizers split digits into groups of three from the left. In some texts (one
+    letter a million times) no cut may be found: then more is tokenized, and finally the whole text.
     """
     size = end_characters(tokens)
     while 2 * size < len(text):
