@@ -92,8 +92,8 @@ class Settings(ServiceSettings):
     )
     ladder: CommaSeparated[str] = Field(
         default=[],
-        description="models for calls that list none, from the largest to the smallest: the largest one that is "
-        "predicted to meet the deadline answers",
+        description="models for calls that list none, from the largest to the smallest; a call uses the largest one "
+        "that is predicted to meet its deadline",
     )
     hedge_after_ms: Annotated[str, AfterValidator(_hedge_after)] | None = Field(
         None,
@@ -113,8 +113,8 @@ class Settings(ServiceSettings):
     )
     prompt_echo: PromptEcho = Field(
         "object",
-        description="part of the prompt that is put before the answer; object: the JSON object that the prompt "
-        "begins and does not finish; prompt: the whole prompt; none: nothing",
+        description="part of the prompt that is put before the answer; object: the unfinished JSON object at the end "
+        "of the prompt; prompt: the whole prompt; none: nothing",
     )
     threads: Annotated[int, Field(gt=0)] = Field(
         64, description="maximum number of concurrent requests to the model servers"

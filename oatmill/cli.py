@@ -9,13 +9,13 @@ USAGE: Final = """\
 usage: oatmill serve [MODEL ...] [--grpc-port PORT] [FLAGS]
                                                           serve a model, or several, over HTTP, on port 8080
        oatmill chat [URL]                                 chat with a server in this terminal
-       oatmill explain REQUEST_ID [URL]                   say why a prompt was computed again
+       oatmill explain REQUEST_ID [URL]                   explain why the prefix cache did not have a prompt
        oatmill demo                                       start both services, make calls, stop them
        oatmill doctor                                     check this machine, and say how to fix problems
 
-MODEL is a folder, a GGUF file, or a hub id; without it, the bundled demo model is served. Of several models, each with
-a name as in NAME=MODEL or without, the `model` of a request chooses one. FLAGS are the flags of
-text-generation-launcher; `oatmill serve --help` lists them.
+MODEL is a folder, a GGUF file, or a hub id; without it, the bundled demo model is served. Several models may have names
+(NAME=MODEL); the `model` of a request selects one. FLAGS are the flags of text-generation-launcher; `oatmill serve
+--help` lists them.
 
 `serve` runs text-generation-launcher, and with --grpc-port also llm-functionalities. Version: oatmill --version
 """
@@ -43,7 +43,7 @@ def main() -> None:
         case [command, *arguments] if command in COMMANDS:
             # Only what the command needs is imported.
             run = import_module(f"oatmill.{command}").main
-            if command != "serve":  # which handles it as soon as there is anything to stop
+            if command != "serve":  # serve handles Ctrl-C as soon as there is anything to stop
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.exit(run(arguments))
         case [command, *_]:

@@ -47,7 +47,8 @@ class Finding:
 
 def main(arguments: Sequence[str]) -> int:
     """Prints a line for each finding. Returns 0 if a model can be served, 1 if not."""
-    argparse.ArgumentParser(prog="oatmill doctor", description="Checks this machine.").parse_args(arguments)
+    description = "Checks if this machine can serve a model, and says how to fix problems. Exit code 1: it cannot."
+    argparse.ArgumentParser(prog="oatmill doctor", description=description).parse_args(arguments)
     broken = 0
     for check in CHECKS:
         for finding in check():

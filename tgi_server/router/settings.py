@@ -108,18 +108,18 @@ class RequestSettings(ServiceSettings):
     )
     max_concurrent_requests: Count | None = Field(
         default=None,
-        description="Maximum number of requests in flight; others get 429. Default: 128, or as many as a batch has.",
+        description="Maximum number of requests in flight; others get 429. Default: max-batch-size, but at least 128.",
     )
     max_best_of: PositiveInt | None = Field(
-        default=None, description="Largest value of best_of. Default: 2; in other APIs than TGI's 128."
+        default=None, description="Largest value of best_of. Default: 2 in TGI's API, 128 in the others."
     )
     max_stop_sequences: NonNegativeInt | None = Field(
         default=None,
-        description="Maximum number of stop sequences of a request. Default: 4; in other APIs than TGI's 16.",
+        description="Maximum number of stop sequences of a request. Default: 4 in TGI's API, 16 in the others.",
     )
     max_top_n_tokens: NonNegativeInt | None = Field(
         default=None,
-        description="Largest value of top_n_tokens and top_logprobs. Default: 5; in other APIs than TGI's 20.",
+        description="Largest value of top_n_tokens and top_logprobs. Default: 5 in TGI's API, 20 in the others.",
     )
     max_input_tokens: Count | None = Field(
         default=None,
@@ -136,8 +136,8 @@ class RequestSettings(ServiceSettings):
     )
     max_batch_prefill_tokens: Count | None = Field(
         default=None,
-        description="Maximum number of prompt tokens in one step. Default: 4096; on GPUs 2048 to 16384, as the GPU is "
-        "found to compute in 0.25 s.",
+        description="Maximum number of prompt tokens in one step. Default: 4096; on GPUs what the GPU computes in "
+        "0.25 s, from 2048 to 16384.",
     )
     max_batch_total_tokens: Count | None = Field(
         default=None,
@@ -158,8 +158,8 @@ class RequestSettings(ServiceSettings):
     explain_misses: ExplainedMisses = Field(
         default="own",
         description="Explanations of prefix-cache misses. own: complete for requests with a `cache_salt` or one of "
-        "several API keys, otherwise without places and texts; all: complete for all requests, for users who may read "
-        "each other's prompts; off: none.",
+        "several API keys, for others without positions and texts; all: complete for all requests, for users who may "
+        "read each other's prompts; off: none.",
     )
     max_batch_size: Count | None = Field(
         default=None,
@@ -168,7 +168,8 @@ class RequestSettings(ServiceSettings):
     )
     lora_adapters: AdapterSources = Field(
         default=[],
-        description="LoRA adapters of requests: ID, ID=FOLDER, ID=FILE.gguf, ID=OWNER/NAME, of the hub with @REVISION.",
+        description="LoRA adapters that requests may use: ID, ID=FOLDER, ID=FILE.gguf or ID=OWNER/NAME; adapters of "
+        "the hub may have @REVISION.",
     )
     max_loras: Count = Field(
         default=32, description="Maximum number of adapters in memory; others are loaded when a request names them."
@@ -326,7 +327,8 @@ class ServingSettings(RequestSettings):
     )
     allowed_hosts: CommaSeparated[str] = Field(
         default=[],
-        description="Host names that browsers may use for a server without an API key; *.DOMAIN: all below it; *: any.",
+        description="Additional host names that browsers may use for a server without an API key; *.DOMAIN: all below "
+        "it; *: any.",
     )
     json_output: bool = Field(default=False, description="Write log lines as JSON objects.")
     log_level: LogLevel = Field(

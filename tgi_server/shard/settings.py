@@ -93,8 +93,8 @@ class ModelSettings(CheckpointSettings):
         synonyms({"auto": None, "half": "float16", "float": "float32"}),
     ] = Field(
         None,
-        description="data type of weights and activations; half: float16, float: float32; default, and auto: the "
-        "checkpoint's",
+        description="data type of weights and activations; half means float16, float means float32; default, or auto: "
+        "the checkpoint's",
     )
     quantize: Annotated[
         str | None,
@@ -111,8 +111,8 @@ class ModelSettings(CheckpointSettings):
         synonyms({"auto": None, "fp8": "fp8_e4m3fn", "fp8_e4m3": "fp8_e4m3fn"}),
     ] = Field(
         None,
-        description="store the KV cache in 8 bits, so that twice the tokens fit; keys, or all, stay in dtype where "
-        "8 bits would cost the model more than 1 %; fp8: fp8_e4m3fn; default, and auto: as dtype",
+        description="store the KV cache in 8 bits, so that twice the tokens fit; keys, or keys and values, stay in "
+        "dtype if 8 bits would raise the perplexity by more than 1 %; fp8 means fp8_e4m3fn; default, or auto: dtype",
     )
     linear_kernels: str | None = Field(
         None,
@@ -143,13 +143,13 @@ class ModelSettings(CheckpointSettings):
     )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="fraction of a GPU's memory to use")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
-        None, description="batch sizes to capture CUDA graphs for; 0: no graphs; default: sizes up to a batch"
+        None, description="batch sizes to capture CUDA graphs for; 0: no graphs; default: sizes up to max-batch-size"
     )
     cuda_all_reduce: Literal["auto", "nccl", "symmetric-memory"] = Field(
         "auto",
-        description="all-reduce among the GPUs of one machine; symmetric-memory: small tensors through memory "
-        "that all of them read, if that gives NCCL's sums at load; auto: the same, without a report where it does not; "
-        "it has not run on several GPUs yet: nccl turns it off",
+        description="all-reduce among the GPUs of one machine; nccl: always NCCL; symmetric-memory: small tensors "
+        "through memory that all GPUs read, if a test at load gives the same sums as NCCL; auto: the same, but a "
+        "failed test is not reported as a fallback; not yet tested on several GPUs",
     )
 
     embedding_model_id: HubId | None = Field(
