@@ -1,4 +1,4 @@
-"""Access: a server with keys needs one from each client; a server without refuses pages of other sites."""
+"""Access control: with API keys, clients need one; without, requests from web pages of other sites are refused."""
 
 import hashlib
 import logging
@@ -21,7 +21,8 @@ _TENANT, _KEY = "tenant", "key"
 _ANY = "*"
 # Chat templates may have confidential instructions.
 _PRIVATE_PATHS = ("/v1/responses/", "/tokenizer_info")
-# Browsers let pages send these anywhere, and programs have no reason to. A third one is curl's default.
+# Content types that web pages may send to other sites without a CORS preflight, and that programs do not use. The third
+# such type is allowed: it is curl's default.
 _FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})
 
 
@@ -36,9 +37,9 @@ _PRIVATE = frozenset(
 class AccessRules:
     """Rules for who may call.
 
-    keys: a POST must carry one of these API keys, if there are any. origins: origins of web pages that may call. hosts:
-    names of the server, for requests without a key. only_here: the server listens on loopback only. secret: names of
-    tenants are made of their keys with it.
+    keys: API keys, one of which each POST needs; empty: none is needed. origins: origins of web pages that may call.
+    hosts: names of the server, for requests without a key. only_here: True if the server listens on loopback only.
+    secret: key of the hash that derives tenants' names from their API keys.
     """
 
     keys: Sequence[ApiKey] = ()
@@ -48,24 +49,24 @@ class AccessRules:
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
 
-# Is called with the type of the error of each request that is refused.
+# Called with the error type of each request that is refused.
 Refused = Callable[[str], None]
 
 
 def tenant_of(request: Request) -> str:
-    """Returns a name of the sender that reveals nothing of the key; empty if there is one key or none."""
+    """Returns a name of the request's sender, a hash of its API key; empty if the server has at most one key."""
     tenant: str = request.scope["state"].get(_TENANT, "")
     return tenant
 
 
 def key_of(request: Request) -> ApiKey | None:
-    """Returns the API key that the request carries; None where none is needed."""
+    """Returns the request's API key; None if the server has no keys."""
     key: ApiKey | None = request.scope["state"].get(_KEY)
     return key
 
 
 def cache_namespace(tenant: str, salt: str | None) -> str:
-    """Returns the name under which prompts are cached: equal for those who may share what has been computed."""
+    """Returns the cache namespace of a tenant and salt: requests with the same one share cached prefixes."""
     if not tenant and salt is None:
         return ""
     return hashlib.sha256(f"{tenant}:{salt or ''}".encode()).hexdigest()
@@ -81,7 +82,7 @@ class ApiKeyMiddleware:
         self._app = app
         self._refused = refused
         self._secret = rules.secret
-        # Looking a key up by an unpredictable hash takes as long for an almost right key as for any other.
+        # Keys are compared by an unpredictable hash, so that the time reveals nothing about an almost correct key.
         several = len(rules.keys) > 1
         hashes = {self._hash(key.text.encode()): key for key in rules.keys}
         self._callers = {hashed: (hashed if several else "", key) for hashed, key in hashes.items()}
@@ -101,22 +102,23 @@ class ApiKeyMiddleware:
 
 
 class ForeignPageMiddleware:
-    """Refuses requests that a page of another site could make a browser send to a server without a key.
+    """Refuses requests that a web page of another site could make a browser send to a server without API keys.
 
-    These are a POST from another origin, which browsers name; a POST of a type that needs no CORS preflight; and a
-    request with a Host that is not the server's, with which a page could read the responses (DNS rebinding). A server
-    on loopback checks the Host of every client, any other server only that of browsers: services may use any name.
+    These are a POST from another origin, which browsers name; a POST with a content type that needs no CORS preflight;
+    and a request with a Host that is not the server's, which would let a page read the responses (DNS rebinding). A
+    server on loopback checks the Host of every client, other servers only that of browsers: services may use any name.
     """
 
     def __init__(self, app: ASGIApp, rules: AccessRules, refused: Refused) -> None:
         self._app = app
         self._refused = refused
         self._rules = rules
-        self._last_own = ""  # the name that was found to be the server's last: most requests have the same
+        self._last_own = ""  # the last name that was found to be the server's; most requests have the same
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            # The first of a name counts. Looked up several times, a dictionary takes a fraction of Starlette's time.
+            # The first header of a name counts. For several look-ups, a dictionary is much faster than Starlette's
+            # type.
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
             fault = self._foreign_host(headers)
             if fault is None and scope["method"] == "POST":
@@ -127,7 +129,7 @@ class ForeignPageMiddleware:
         await self._app(scope, receive, send)
 
     def _foreign_host(self, headers: Mapping[str, str]) -> RouterError | None:
-        """Returns an error for a Host that a web page could have pointed at the server; None for others."""
+        """Returns an error for a Host that could be a web site's name for this server (DNS rebinding); else None."""
         host = headers.get("host")
         if host is None or self._is_own(name := _hostname(host)):
             return None
@@ -179,7 +181,7 @@ async def _refuse(error: RouterError, refused: Refused, scope: Scope, receive: R
 
 
 def _api_key(scope: Scope) -> bytes:
-    """Returns the key that the request carries, empty if there is none. Anthropic's clients send `x-api-key`."""
+    """Returns the request's API key; empty if there is none. Anthropic's clients send it as `x-api-key`."""
     headers = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     found: bytes = key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
@@ -201,10 +203,10 @@ def _hostname(host: str) -> str:
 
 
 def _from_browser(headers: Mapping[str, str]) -> bool:
-    """Returns True if a browser sent the headers; web pages cannot prevent that, and most programs send none of them.
+    """Returns True if a browser sent the request, by headers that web pages cannot suppress and few programs send.
 
     Browsers always send `Accept-Language`, send `Origin` with each POST, and `Sec-Fetch-Site` to hosts that they trust.
-    The fetch of Node.js sends `Accept-Language`, too, but also `Sec-Fetch-Mode`, which no page can set.
+    The fetch of Node.js sends `Accept-Language`, too, but also `Sec-Fetch-Mode`, which web pages cannot set.
     """
     if "origin" in headers or "sec-fetch-site" in headers:
         return True
@@ -217,5 +219,5 @@ def _covers(pattern: str, name: str) -> bool:
 
 
 def _is_private(name: str) -> bool:
-    """Returns True for a name that no public website can have: without a dot, or in a private domain."""
+    """Returns True for a name that a public web site cannot have: without a dot, or in a private domain."""
     return "." not in name or name.rpartition(".")[2] in _PRIVATE or name.endswith(".home.arpa")

@@ -1,4 +1,4 @@
-"""The ASGI application: all routes, errors, and who may call."""
+"""The ASGI application: all routes, error responses and access control."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ from tgi_server.router.service import Service
 
 _LOADING_RETRY_SECONDS = "5"
 
-# Of models that generate. The busiest first: routes are tried in this order.
+# Routes of text-generation models, the busiest first: routes are tried in this order.
 _ROUTES = (
     generate_routes,
     chat_routes,
@@ -62,12 +62,12 @@ _OTHER_ROUTES = (embedding_routes, ranking_routes, tokenize_routes, ollama_model
 
 
 def create_app(service: Service, rules: AccessRules) -> Starlette:
-    """Returns the application of a server of one model. rules: who may call it."""
+    """Returns the application of a server with one model."""
     return service_app(service, middleware(rules, service.metrics))
 
 
 def service_app(service: Service, before: Sequence[Middleware] = ()) -> Starlette:
-    """Returns the routes of a service. before: what requests pass first."""
+    """Returns the application with the routes of a service. before: middleware that requests pass first."""
     groups = (*(_ROUTES if service.generates else ()), *_OTHER_ROUTES)
     routes = [route for group in groups for route in group(service)]
     app = Starlette(
@@ -80,8 +80,10 @@ def service_app(service: Service, before: Sequence[Middleware] = ()) -> Starlett
 
 
 class _PostRoutes:
-    """Responds to the POST requests of routes without parameters, found by their paths. The router, which tries one
-    route after the other within two layers of exception handlers, gets the other requests.
+    """Responds to POST requests of routes without parameters, which it finds by path in a dictionary.
+
+    Other requests go to Starlette's router, which tries one route after the other inside two layers of exception
+    handlers.
     """
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
@@ -103,7 +105,7 @@ class _PostRoutes:
 
 
 class ReplaceableApp:
-    """An application in whose place another one comes while it is served."""
+    """An application that can be replaced by another one while it is served."""
 
     def __init__(self, first: ASGIApp) -> None:
         self.current = first
@@ -113,11 +115,11 @@ class ReplaceableApp:
 
 
 def loading_app(first_socket: Path) -> ASGIApp:
-    """Returns an application that answers every request with 503 and how far the shards are with loading.
+    """Returns an application that answers every request with 503 and the progress of loading.
 
-    A browser gets the page with that status, and the files of the page: it shows the progress.
+    Browsers get a page that shows the progress, also with status 503, and the files of the page.
 
-    first_socket: on which the first shard is going to listen.
+    first_socket: the socket on which the first shard will listen.
     """
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +136,7 @@ def loading_app(first_socket: Path) -> ASGIApp:
 
 
 def metrics_app(metrics: Metrics, rules: AccessRules) -> ASGIApp:
-    """Returns the application of the port for metrics. rules: who may call the server."""
+    """Returns the application of the port for metrics."""
 
     async def expose(_: Request) -> Response:
         return Response(await metrics.exposed(), media_type=CONTENT_TYPE)
@@ -143,7 +145,7 @@ def metrics_app(metrics: Metrics, rules: AccessRules) -> ASGIApp:
 
 
 def middleware(rules: AccessRules, metrics: Metrics) -> list[Middleware]:
-    """Returns what each request passes first: who may call."""
+    """Returns the middleware for access control."""
     found: list[Middleware] = []
     if rules.origins:
         found.append(
@@ -168,7 +170,7 @@ async def _respond_with_error(request: Request, error: Exception) -> Response:
 
 
 async def _respond_with_http_error(request: Request, error: Exception) -> Response:
-    """Responds for a path or method that is not there."""
+    """Responds to a request for an unknown path or method."""
     assert isinstance(error, HTTPException)
     allowed = _allowed_methods(request) if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED else ()
     message = f"{request.method} {request.url.path}: {error.detail}"
@@ -179,7 +181,7 @@ async def _respond_with_http_error(request: Request, error: Exception) -> Respon
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Returns the methods that some route has for the request's path."""
+    """Returns the methods that routes support for the request's path."""
     routes = request.app.routes
     scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "HEAD", "POST")}
     return [

@@ -1,4 +1,4 @@
-"""Clients' connections: how long each may wait, how many there may be, and which is closed first."""
+"""Clients' connections: time-outs, the maximum number of connections, and which one is closed first."""
 
 import asyncio
 import ipaddress
@@ -19,45 +19,46 @@ from tgi_server.router.errors import Overloaded, StartupError, error_body
 
 logger = logging.getLogger(__name__)
 
-# For shards, logs, the metrics' port, refusals on their way, and whatever the libraries open.
+# Files that are kept free for shards, logs, the port for metrics, refusals in progress, and libraries.
 _RESERVED_FILES = 192
 _MOST_CONNECTIONS = 4096
 _QUIET_SECONDS = 10.0
-# Bytes between two pieces of a body: a head, the trailers of a chunked body, or blank lines; and fields of a head.
+# Maximum bytes between two pieces of a body: a head, the trailers of a chunked body, or blank lines; and maximum fields
+# of a head.
 _LARGEST_HEAD = 65_536
 _MOST_FIELDS = 256
-# Bytes outside of bodies that are parsed at once: a head may exceed its limit by as many.
+# Bytes outside of bodies that are parsed at once: a head may exceed its limit by this much.
 _PIECE = 16_384
-# Bytes of further requests that are read while one is answered.
+# Maximum bytes of further requests that are read while one is answered.
 _LARGEST_PIPELINE = 65_536
 _END_OF_HEAD = b"\r\n\r\n"
-# The socket event of a client that sends no more, or is gone.
+# The socket event of a client that has closed its side of the connection.
 _HANGUP: int = getattr(select, "POLLRDHUP", select.POLLHUP)
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _INVALID = "Invalid HTTP request received."
-# Seconds that the first request of a connection may take to come when the server stops.
+# When the server stops, seconds within which a new connection's first request may still arrive.
 _LAST_SECONDS = 0.3
-
-# In the state of a request's scope: ends the connection at once, with a refusal where no response has begun.
+# Keys in the state of a request's scope. REFUSE: a function that ends the connection at once, with an error response if
+# none has begun.
 REFUSE = "refuse"
-# In the same place: takes a function that is called if the connection is lost, in place of the last one; None: none is.
+# A function that sets the callback for a lost connection; None removes it.
 WATCH = "watch"
-# In the same place: sends a whole response, as `ClientConnection.respond` does.
+# A function that sends a whole response: `ClientConnection.respond`.
 RESPOND = "respond"
 Respond = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
 
 
 class ClientConnection(HttpToolsProtocol):
-    """Is broken off by the server when the client does not do its part in time: begin a request, send it to its end, or
-    take what is sent. Each has one deadline, which bytes that trickle in or out do not put off.
+    """A connection with time-outs for the client to begin a request, to complete it, and to read the response.
 
-    A request is parsed once the one before it is answered. Until then its bytes wait, and few are read.
+    Each time-out is for the whole, and bytes that trickle in or out do not extend it.
 
-    turn_began: when the server began to wait for the client. waiting: it still does. receiving: a request has begun, or
-    is the first.
-    on_lost: called once the connection is lost. on_broken: called with the reason if that is amid a request or its
-    response. on_data: called with the number of bytes that have come. host: the address that the client was
-    accepted from. network: of that address.
+    A request is parsed once the one before it has been answered. Until then its bytes are buffered, up to a limit.
+
+    turn_began: time at which the server began to wait for the client. waiting: True while it does. receiving: True if a
+    request has begun, or none has come yet.
+    on_lost: called once the connection is lost. on_broken: called with the reason if it is lost during a request or
+    response. on_data: called with the number of bytes received. host: the client's address. network: `network_of` it.
     """
 
     on_lost: Callable[[], None] | None = None
@@ -70,9 +71,9 @@ class ClientConnection(HttpToolsProtocol):
     _unparsed = b""
     _in_head = True
     _head_bytes = 0
-    # Bytes that are missing of a body whose length was announced.
+    # Bytes still missing of a body with a content length.
     _body_left = 0
-    # Of the head of the request that is received or answered.
+    # Bytes of the head of the request that is received or answered.
     _head_size = 0
     _broken_off = _malformed = _stopping = False
     _left: Callable[[], object] | None = None
@@ -81,7 +82,7 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def held(self) -> int:
-        """Bytes of requests that the application has not read, and of responses that the client has not read."""
+        """Bytes of requests that the application has not read yet, and of responses that the client has not read."""
         if self.transport is None:
             return 0
         body = 0 if self.cycle is None else len(self.cycle.body)
@@ -89,13 +90,13 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def may_give_way(self) -> bool:
-        """True while the server waits for the client, and for nothing else."""
+        """True while the server only waits for the client, so that the connection may be closed for another one."""
         if self.transport is None or self._broken_off:
             return False
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def break_off(self) -> None:
-        """Ends the connection; what has not been sent is dropped."""
+        """Closes the connection, and drops data that has not been sent."""
         self._broken_off = True
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -103,7 +104,7 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.close()
 
     def refuse(self) -> None:
-        """Ends the connection for the memory that it holds: with 429 where a request has no answer yet."""
+        """Closes the connection because of the memory that it holds: with 429 if a request has no response yet."""
         if self.transport is None or self._broken_off:
             return
         if not self._broken_by or (self.cycle is not None and self.cycle.response_started):
@@ -113,7 +114,7 @@ class ClientConnection(HttpToolsProtocol):
         self._refuse(self.transport.write, refusal(memory_full()))
 
     def check_client(self) -> None:
-        """Ends the connection if the client is gone, which is not noticed otherwise while the server does not read."""
+        """Closes the connection if the client is gone. Needed while reading is paused, as that is not noticed then."""
         if self.transport is None or not self._answering or not self.flow.read_paused:
             return
         poll = select.poll()
@@ -141,13 +142,13 @@ class ClientConnection(HttpToolsProtocol):
             self.on_lost()
 
     def watch(self, left: Callable[[], object] | None) -> None:
-        """Has `left` called when the connection is lost, at once if it is lost already."""
+        """Sets the callback for a lost connection. Calls it at once if the connection is lost already."""
         self._left = left
         if left is not None and self.cycle.disconnected:
             left()
 
     def shutdown(self) -> None:
-        """Ends the connection after the current request, or after its first one, which may be on its way."""
+        """Closes the connection after the current request, or after a first one that may be arriving."""
         self._stopping = True
         if self.cycle is None:
             self.loop.call_later(_LAST_SECONDS, self._end_unused)
@@ -165,10 +166,10 @@ class ClientConnection(HttpToolsProtocol):
             self.on_data(len(data))
 
     def respond(self, status: int, fields: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Sends a whole response at once. Returns False if uvicorn has to send it, which handles field by field and
-        writes head and body apart.
+        """Sends a whole response with one write. Returns False if the caller has to send it through uvicorn instead.
 
-        fields: of the head, `content-length` among them.
+        Uvicorn processes header by header and writes head and body separately, which is slower. fields: the headers,
+        including `content-length`.
         """
         cycle = self.cycle
         if not cycle.keep_alive or cycle.disconnected or self.flow.write_paused or self.scope["method"] == "HEAD":
@@ -189,7 +190,7 @@ class ClientConnection(HttpToolsProtocol):
         self._wait()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Adds a field of the head. Fields of a trailer are dropped, as they may change nothing (RFC 9110, 6.5.1)."""
+        """Adds a header. Fields of a trailer are dropped, as they must not have an effect (RFC 9110, 6.5.1)."""
         if not self._in_head:
             return
         if len(self.headers) == _MOST_FIELDS:
@@ -202,7 +203,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         self._in_head = False
         self._head_size, self._head_bytes = self._head_bytes, 0
-        # The parser has made sure that it is a number, and that there is one at most.
+        # The parser has checked that it is a number, and that there is at most one.
         self._body_left = int(next((value for name, value in self.headers if name == b"content-length"), b"0"))
         super().on_headers_complete()
         if self._stopping:
@@ -223,7 +224,7 @@ class ClientConnection(HttpToolsProtocol):
         self._wait_for_next()
 
     def on_response_complete(self) -> None:
-        """Goes on with the next request. Uvicorn's method would set another deadline."""
+        """Continues with the next request. Uvicorn's method would set another time-out."""
         self._head_size = 0
         if not self.transport.is_closing():
             self.flow.resume_reading()
@@ -231,7 +232,7 @@ class ClientConnection(HttpToolsProtocol):
         self._parse()
 
     def pause_writing(self) -> None:
-        """Called when the client has not read more than the transport's high-water mark."""
+        """Starts the time-out for a client that does not read: its unread data exceeds the high-water mark."""
         super().pause_writing()
         if self._reading_deadline is None:
             self._reading_deadline = self.loop.call_later(self.timeout_keep_alive, self.break_off)
@@ -242,7 +243,7 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def _broken_by(self) -> str:
-        """Returns who ended the connection amid a request or its response, or why; empty if it ended between two."""
+        """Who or what ended the connection during a request or response; empty if it ended between two requests."""
         if self._malformed:
             return "malformed"
         if self._broken_off:
@@ -255,7 +256,7 @@ class ClientConnection(HttpToolsProtocol):
         return not self.receiving and not self.cycle.response_complete
 
     def _parse(self) -> None:
-        """Parses what has come, up to the end of a request that is to be answered first."""
+        """Parses the received bytes, up to the end of the next request, which has to be answered first."""
         data, start = self._unparsed, 0
         while not self.transport.is_closing() and not self._answering:
             end = self._end_of_piece(data, start)
@@ -268,9 +269,10 @@ class ClientConnection(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _end_of_piece(self, data: bytes, start: int) -> int:
-        """Returns how far the parser may read at once: no further than a request may go. Some bytes may have to wait.
+        """Returns the end of the bytes that the parser may read at once: not beyond the end of a request.
 
-        A request ends with its body, if the length of that was announced, or else with an empty line.
+        A request ends with its body if that has a content length, else with an empty line. If the data ends with the
+        beginning of one, these bytes have to wait.
         """
         if self._body_left:
             return min(start + self._body_left, len(data))
@@ -299,15 +301,15 @@ class ClientConnection(HttpToolsProtocol):
             self._refuse(self.send_400_response, _INVALID)
 
     def _refuse(self, send: Callable[[Any], None], refusal: Any) -> None:
-        """Ends the connection, with a refusal unless the request has an answer already."""
+        """Closes the connection, after an error response unless another response has begun."""
         if self.cycle is None or self._in_head or not self.cycle.response_started:
             send(refusal)
         self.transport.close()
 
     def _feed(self, data: memoryview) -> None:
-        """Parses; a request for another protocol is ignored (RFC 9110, 7.8). Raises HttpParserError.
+        """Parses data, and ignores requests for an upgrade to another protocol (RFC 9110, 7.8). Raises HttpParserError.
 
-        The parser takes such a request to end with its head. So the head is read again, without the field `Upgrade`.
+        The parser ends such a request after its head. So the head is parsed again without the field `Upgrade`.
         """
         while True:
             try:
@@ -324,7 +326,7 @@ class ClientConnection(HttpToolsProtocol):
             self.parser.feed_data(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields)))
 
     def _wait_for_next(self) -> None:
-        """Begins to wait for the next request if the last one has come and been answered."""
+        """Starts to wait for the next request if the last one is complete and answered."""
         if not self.receiving and self.cycle.response_complete:
             self._wait()
 
@@ -340,7 +342,7 @@ class ClientConnection(HttpToolsProtocol):
             self._deadline = self.loop.call_later(self.timeout_keep_alive, self._look_at_time)
 
     def _wait_no_more(self) -> None:
-        """Ends the wait. Its timer stays, for the next one: making timers takes longer than looking at the time."""
+        """Ends the wait. The timer is kept for the next wait: creating one takes longer than checking the time."""
         self.waiting = False
 
     def _look_at_time(self) -> None:
@@ -350,16 +352,16 @@ class ClientConnection(HttpToolsProtocol):
         left = self.turn_began + self.timeout_keep_alive - self.loop.time()
         if left > 0:
             self._deadline = self.loop.call_later(left, self._look_at_time)
-        elif self.flow.read_paused:  # the wait is the server's doing
+        elif self.flow.read_paused:  # the server itself does not read
             self._wait()
         else:
             self.break_off()
 
 
 def connection_limits(limit: int | None, per_address: int | None) -> tuple[int, int]:
-    """Returns how many connections a server may have, and how many of one address. None: as the open files allow.
+    """Returns the maximum number of connections, in all and of one address. None: as the limit of open files allows.
 
-    Raises StartupError for more than the process can have open.
+    Raises StartupError if that limit does not allow `limit` connections.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
@@ -377,14 +379,15 @@ def connection_limits(limit: int | None, per_address: int | None) -> tuple[int, 
 class Connections:
     """The connections of one server, by address.
 
-    When there are too many, the one that has waited longest for its client is closed: first those between two
-    requests, then those within one, and of the address that has most. One whose client waits for an answer stays.
+    If there are too many, one of the address with most connections is closed: the one that has waited longest for its
+    client, and one between two requests before one that receives a request. A connection whose client waits for an
+    answer is never closed.
     """
 
     def __init__(self, limit: int, per_address: int, memory: int = 2**30) -> None:
-        """memory: bytes that may be held for all of them. An address may have the same part of it as of connections.
+        """memory: maximum bytes that are held for all of them. An address may have the same share as of connections.
 
-        `on_broken` is called for each connection that ends amid a request or its response, with the reason.
+        `on_broken` is called with the reason for each connection that ends during a request or response.
         """
         self.account = Account(memory, per_address / limit)
         self._limit = limit
@@ -398,7 +401,7 @@ class Connections:
         return self._count
 
     def fault(self, host: str) -> str | None:
-        """Returns why a client of that address is refused; None if it is not, for which another may be closed."""
+        """Returns why a client of this address is refused; None if it is accepted. May close another connection."""
         own = self._of.get(network_of(host), set())
         if len(own) >= self._per_address and not self._give_way([own]):
             return f"{len(own)} connections from your address are open (--max-connections-per-address)"
@@ -417,7 +420,7 @@ class Connections:
         self.account.add(connection)
 
     def remove(self, host: str, connection: ClientConnection) -> None:
-        """Counts the connection no more."""
+        """Stops counting the connection."""
         self.account.remove(connection)
         network = network_of(host)
         own = self._of.get(network, set())
@@ -428,11 +431,11 @@ class Connections:
                 del self._of[network]
 
     def relieve(self) -> bool:
-        """Closes one connection. Returns False if all have clients that wait for an answer."""
+        """Closes one connection. Returns False if all clients wait for an answer."""
         return self._give_way(sorted(self._of.values(), key=len, reverse=True))
 
     def check_clients(self) -> None:
-        """Ends connections whose clients are gone, which is not noticed otherwise while the server does not read."""
+        """Closes connections whose clients are gone, see `ClientConnection.check_client`."""
         for connection in [each for own in self._of.values() for each in own]:
             connection.check_client()
 
@@ -452,7 +455,7 @@ class Connections:
 
 
 def refusal(error: Overloaded) -> bytes:
-    """Returns a whole response of HTTP, after which the connection ends."""
+    """Returns the bytes of a complete HTTP response, after which the connection is closed."""
     body = msgspec.json.encode(error_body(error, "/"))
     head = (
         "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
@@ -463,7 +466,7 @@ def refusal(error: Overloaded) -> bytes:
 
 @lru_cache(maxsize=4096)
 def network_of(host: str) -> str:
-    """Returns what counts as one address: of IPv6, the part that a network has to itself."""
+    """Returns the client that an address counts for: for IPv6, its /64 network; otherwise the address itself."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:

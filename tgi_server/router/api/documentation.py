@@ -1,6 +1,6 @@
-"""The OpenAPI document, and a page to read it by.
+"""The OpenAPI document, and a page that shows it.
 
-It is an OpenAPI 3.0 document, as TGI's is, and has TGI's schemas, also those without a route.
+It is an OpenAPI 3.0 document like TGI's, and has all of TGI's schemas, even if no route uses them.
 """
 
 import asyncio
@@ -61,9 +61,7 @@ def answered_by(
     events: type[ResponseModel] | str | None = None,
     lines: type[ResponseModel] | str | None = None,
 ) -> Responses:
-    """Describes a response in one piece, one whose events are `events`, and one whose lines are `lines`. A text names
-    one of `_NAMED`.
-    """
+    """Describes a response in one piece, a stream of `events`, and a stream of `lines`. A str names one of `_NAMED`."""
     kinds = {JSON: model, EVENTS: events, LINES: lines}
     names = {kind: each if isinstance(each, str) else each.__name__ for kind, each in kinds.items() if each is not None}
     content = {kind: {"schema": _reference(name)} for kind, name in names.items()}
@@ -71,9 +69,9 @@ def answered_by(
 
 
 class DescribedRoute(Route):
-    """A route that the OpenAPI document describes. body: of requests, which the endpoint reads itself.
+    """A route that the OpenAPI document describes.
 
-    respond: the endpoint as it was given.
+    body: schema of its requests, for the description only: the endpoint reads the body itself. respond: the endpoint.
     """
 
     def __init__(
@@ -217,7 +215,7 @@ def _any_of(*models: type[ResponseModel]) -> dict[str, Any]:
 
 _GENERATED = {"type": "array", "items": _reference("GenerateResponse")}
 _PREDICTED = {"type": "array", "items": _reference("Prediction")}
-# Schemas that are not objects, by the names that TGI's have.
+# Schemas that are not objects, by the names of TGI's schemas.
 _NAMED: dict[str, Any] = {
     "AnyRanks": {"anyOf": [_reference("Ranks"), _reference("RerankResponse")]},
     "AnyTokenizeResponse": {"anyOf": [_reference("TokenizeResponse"), _reference("TokenizedPrompt")]},
@@ -264,12 +262,12 @@ PAGE_HEADERS = {
 
 
 def document_routes(routes: Iterable[BaseRoute], version: str) -> list[Route]:
-    """/docs (Swagger UI, served from here) and the document itself, also where TGI has it."""
+    """Returns the routes of /docs (Swagger UI, with its files) and of the document, also at TGI's path."""
     making: asyncio.Future[bytes] | None = None
 
     async def document(_: Request) -> Response:
         nonlocal making
-        if making is None:  # it takes up to a second
+        if making is None:  # in a thread, as it takes up to a second
             making = asyncio.ensure_future(
                 asyncio.to_thread(lambda: bytes(JSONResponse(describe(routes, version)).body))
             )
@@ -289,7 +287,7 @@ def document_routes(routes: Iterable[BaseRoute], version: str) -> list[Route]:
 
 
 def describe(routes: Iterable[BaseRoute], version: str) -> dict[str, Any]:
-    """Returns the OpenAPI document of an application with these routes. version: of the server."""
+    """Returns the OpenAPI document of an application with these routes. version: the server's version."""
     paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes:
         if isinstance(route, DescribedRoute):
@@ -308,7 +306,7 @@ def describe(routes: Iterable[BaseRoute], version: str) -> dict[str, Any]:
 
 
 def _definitions() -> dict[str, Any]:
-    """Returns schemas of what endpoints read and write themselves."""
+    """Returns the schemas of all requests and responses, by name."""
     _, requests = models_json_schema(
         [(model, "validation") for model in _REQUESTS], ref_template="#/components/schemas/{model}"
     )
@@ -317,7 +315,7 @@ def _definitions() -> dict[str, Any]:
 
 
 def _as_3_0(node: Any) -> Any:
-    """Returns JSON Schema as OpenAPI 3.0 has it: `nullable` for null, `enum` for `const`, flags for bounds."""
+    """Converts JSON Schema to OpenAPI 3.0: `nullable` for null, `enum` for `const`, flags for exclusive bounds."""
     if isinstance(node, list):
         return [_as_3_0(each) for each in node]
     if not isinstance(node, dict):

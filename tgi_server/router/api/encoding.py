@@ -1,4 +1,4 @@
-"""Responses as bytes: objects as JSON or events, and errors as the client's protocol has them."""
+"""Encodes responses: objects as JSON or events, and errors in the form of the client's API."""
 
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -32,20 +32,20 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 _RETRY_SECONDS = "1"
-# Maximum length of a header's value: proxies take some kilobytes of all headers.
+# Maximum number of lines in a header's value, and of characters of each: proxies accept a few kilobytes of headers.
 _LINES, _LONGEST_LINE = 10, 200
 _STREAMS = frozenset({"/generate_stream"})
 
 
 def json_response(content: Any, headers: dict[str, str] | None = None) -> Response:
-    """Returns a response with an object as JSON, or with bytes that are JSON already."""
+    """Returns a JSON response. content: an object, or bytes that are JSON already."""
     return Response(content if isinstance(content, bytes) else to_json(content), media_type=JSON, headers=headers)
 
 
 def error_response(error: RouterError, path: str, headers: Headers) -> Response:
-    """Returns the response to a request that failed before anything of its response was sent.
+    """Returns the response to a request that failed before its response had begun.
 
-    A client of /generate_stream that says that it reads events gets an event; all others get JSON.
+    Clients of /generate_stream that accept events get an event; all others get JSON.
     """
     extra: dict[str, str] = {}
     if error.code is not None:
@@ -54,7 +54,7 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
         extra["retry-after"] = _RETRY_SECONDS
     if isinstance(error, CannotBeInTime | ModelNotReady):
         extra["retry-after"] = str(error.retry_after)
-    # What the clients of OpenAI and Anthropic would try again: the client has left, or there will be no answer.
+    # OpenAI's and Anthropic's clients would retry these, though it is useless.
     if isinstance(error, RequestTimedOut | NotSupported | NoSuchModel):
         extra["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):
@@ -69,18 +69,18 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
 
 
 def speaks_anthropic(headers: Headers) -> bool:
-    """Returns True if the client says which version of Anthropic's interface it speaks, as that requires."""
+    """Returns True if the client uses Anthropic's API, which requires the header `anthropic-version`."""
     return "anthropic-version" in headers
 
 
 to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
-# Characters that end a line for `str.splitlines`, by which many clients (huggingface_hub's) read events. In JSON they
-# can only stand within strings, where control characters have been escaped already.
+# Characters that end a line for `str.splitlines`, with which many clients (huggingface_hub's) read events. In JSON they
+# can only be inside strings, where control characters have been escaped already.
 _LINE_ENDS = {character.encode(): f"\\u{ord(character):04x}".encode() for character in "\x85\u2028\u2029"}
 
 
 def known_logprob(value: float | None) -> float | None:
-    """Returns a logprob with the digits that a 32-bit float has; None when there is none that JSON could say."""
+    """Returns a logprob rounded to the digits of a 32-bit float; None if it is None or not finite."""
     return float(f"{value:.8g}") if value is not None and isfinite(value) else None
 
 
@@ -94,12 +94,12 @@ def top_tokens(tokenizer: TextTokenizer, top: TopTokens) -> list[Token]:
 
 
 def event(content: Any) -> bytes:
-    """Returns an object as one server-sent event, with the space that many clients of OpenAI's interface count on."""
+    """Returns an object as one server-sent event, with the space that many clients of OpenAI's API rely on."""
     return b"data: %b\n\n" % _on_one_line(to_json(content))
 
 
 def tgi_event(content: Any) -> bytes:
-    """Returns an object as one server-sent event in TGI's form, which has no space."""
+    """Returns an object as one server-sent event in TGI's format, without a space."""
     return b"data:%b\n\n" % _on_one_line(to_json(content))
 
 
@@ -114,9 +114,7 @@ def line(content: Any) -> bytes:
 
 
 def error_event(error: RouterError, path: str) -> bytes:
-    """Returns an error as one server-sent event, which has a name where the client looks for it; to clients of Ollama's
-    interface as one line.
-    """
+    """Returns an error as one server-sent event in the form of the API at `path`; for Ollama's API as one line."""
     body = error_body(error, path)
     if path.startswith(OLLAMA):
         return line(body)
@@ -126,7 +124,7 @@ def error_event(error: RouterError, path: str) -> bytes:
 
 
 def _on_one_line(text: bytes) -> bytes:
-    """Returns the same JSON on one line, whichever characters its reader takes for ends of lines."""
+    """Escapes all characters that a reader of JSON may take for the end of a line."""
     if not text.isascii():
         for character, escaped in _LINE_ENDS.items():
             text = text.replace(character, escaped)
@@ -134,14 +132,14 @@ def _on_one_line(text: bytes) -> bytes:
 
 
 def compute_headers(compute_type: str, *, characters: int) -> dict[str, str]:
-    """Returns the headers of TGI that are known before the first token. characters: of the prompts."""
+    """Returns TGI's headers that are known before the first token. characters: number of characters in all prompts."""
     return {"x-compute-type": compute_type, "x-compute-characters": str(characters)}
 
 
 def timing_headers(
     compute_type: str, times: RequestTimes, *, characters: int, prompt_tokens: int, generated_tokens: int
 ) -> dict[str, str]:
-    """Returns TGI's headers. Times are in milliseconds, but for `x-compute-time` (seconds)."""
+    """Returns TGI's headers. Times are in milliseconds, except `x-compute-time` (seconds)."""
     return {
         **compute_headers(compute_type, characters=characters),
         "x-compute-time": f"{times.total:.6f}",
@@ -156,7 +154,7 @@ def timing_headers(
 
 
 def shortened(lines: Sequence[str]) -> str:
-    """Returns the lines as one, in ASCII as headers are, and the number of lines without room."""
+    """Joins lines to one ASCII text for a header. Long lines are cut, and further lines are only counted."""
     shown = [ascii(line[:_LONGEST_LINE])[1:-1] for line in lines[:_LINES]]
     return "; ".join([*shown, *([f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else [])])
 

@@ -1,4 +1,4 @@
-"""Streams, of server-sent events or of lines: what is written for a client, how a stream ends, and how it is sent."""
+"""Streams of server-sent events or lines: the buffer of a response, the end of a stream, and the response itself."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from tgi_server.router.api.connections import REFUSE, WATCH
 from tgi_server.router.api.encoding import EVENTS, error_event
 from tgi_server.router.errors import ClientGone, RouterError, SlowReader
 
-# A comment, which clients skip: proxies close connections on which nothing moves.
+# A comment, which clients skip. It is sent because proxies close idle connections.
 _COMMENT = b":\n\n"
 _KEEP_ALIVE_SECONDS = 15.0
-# Bytes that may wait for a client: some thousand tokens, or a few of the largest events so far.
+# Maximum bytes that wait for a client: some thousand tokens, or a few of the largest events so far.
 _LARGEST_BACKLOG = 2**20
 _LARGEST_EVENTS = 4
 
 
 class Outbox:
-    """The events of one response, written by the scheduler's task and sent by the response's.
+    """The buffer of one response's events: the scheduler's task writes them, the response's task sends them.
 
-    Never waits on a slow client: it is given up when too much waits for it.
+    Writing never waits for a slow client: the stream is abandoned when too many bytes are waiting.
 
-    on_overrun: called then; it should end what waits for the client to read. waiting: bytes that are not sent.
-    keep_alive: written while the answer makes no progress.
+    on_overrun: called then; it has to end the connection. waiting: number of bytes that have not been sent. keep_alive:
+    bytes that are sent while the answer makes no progress.
     """
 
     __slots__ = ("_closed", "_most", "_pending", "_reader", "_sending", "error", "keep_alive", "on_overrun", "waiting")
 
     def __init__(self, keep_alive: bytes = _COMMENT) -> None:
-        """keep_alive: the form that the route's clients expect."""
+        """keep_alive: in the form that the route's clients expect."""
         self.keep_alive = keep_alive
         self._pending: list[bytes] = []
         self.waiting = self._sending = 0
@@ -54,20 +54,20 @@ class Outbox:
         self._wake()
 
     def close(self, error: RouterError | None = None) -> None:
-        """Takes no more. error: why the stream does not end as it should."""
+        """Ends the stream; later writes are ignored. error: the reason if it did not end normally."""
         if not self._closed:
             self._closed, self.error = True, error
             self._wake()
 
     def abandon(self, error: RouterError) -> None:
-        """Drops what has not been sent, and takes no more: the client has left."""
+        """Ends the stream and drops what has not been sent, because the client is gone."""
         self._pending.clear()
         self.close(error)
 
     async def read(self) -> bytes:
-        """Returns everything written since the last read, which has been sent by now.
+        """Waits for data, and returns everything written since the last call. Empty: the stream has ended.
 
-        Returns nothing once all is read and the outbox is closed.
+        The data of the last call counts as sent.
         """
         self.waiting -= self._sending
         self._sending = 0
@@ -87,11 +87,11 @@ class Outbox:
 
 
 class StreamEnd:
-    """Told of the end of each sequence of one stream; ends the stream after the last one, or the first failure.
+    """Called at the end of each sequence of a stream. Ends the stream after the last one, or the first failure.
 
-    release: called as soon as nothing more is to be generated.
-    last_words: called before the stream ends as it should, for events that sum it up.
-    trailer: sent in any case.
+    release: called as soon as nothing more is generated. sequences: number of sequences.
+    last_words: returns events that are sent before a stream ends normally, such as the usage.
+    trailer: sent at the end in any case.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class StreamEnd:
 
 
 class EventStream(Response):
-    """Sends what is written into `outbox` until it is closed, or the client is gone.
+    """A response that sends what is written into `outbox` until that is closed, or the client is gone.
 
-    on_close: called once, with the reason if the stream did not end as it should.
+    on_close: called once, with the error if the stream did not end normally, else None.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class EventStream(Response):
         self._on_close(self._outbox.error)
 
     async def _keep_alive(self) -> None:
-        """Writes a sign of life whenever nothing has been sent for `_KEEP_ALIVE_SECONDS`."""
+        """Writes `keep_alive` whenever nothing has been sent for `_KEEP_ALIVE_SECONDS`."""
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
         while True:

@@ -1,4 +1,4 @@
-"""The memory that a server holds for its clients: one account for all, and which connections close at its limit."""
+"""The memory that a server uses for its clients: its total, its limit, and who is refused at the limit."""
 
 import logging
 from collections import Counter
@@ -11,58 +11,58 @@ from tgi_server.router.errors import Overloaded, PayloadTooLarge, RouterError
 
 logger = logging.getLogger(__name__)
 
-# In the state of a request's scope: its lease.
+# Key of a request's lease in the state of its scope.
 LEASE = "lease"
-# Bytes that may arrive between two counts of what is held.
+# Bytes that may arrive before the memory is counted again.
 _INTERVAL = 16 * 2**20
 _FLAG = "--max-client-memory"
-# Bytes that parsed JSON takes, by byte of ASCII, of other text, by item, list and object: one character beyond the
-# BMP makes all of its string four bytes wide, and an object may become a message with its parts.
+# Estimated bytes of parsed JSON, per byte of ASCII, per byte of other text, and per item, list and object: one
+# character beyond the BMP makes its whole string four bytes wide, and an object may become a message with its parts.
 _ASCII, _TEXT, _ITEM, _LIST, _OBJECT = 1, 4, 40, 80, 400
 
 
 class Holder(Protocol):
-    """Something that memory is held for. network: of the client's address."""
+    """A connection or request for which memory is held. network: `network_of` the client's address."""
 
     network: str
 
     @property
     def held(self) -> int:
-        """Bytes that are held for it."""
+        """Number of bytes that are held for it."""
 
     def refuse(self) -> None:
-        """Ends what is done for the client: with an answer if none has begun, else with the connection."""
+        """Ends the request: with an error response if none has begun, else by closing the connection."""
 
 
 class Account:
-    """All connections and requests of a server, and what is held for each.
+    """The memory of all connections and requests of a server.
 
-    Beyond the limit, the largest request or connection of the address that holds most is refused, until the sum fits. A
-    new request is refused if it would exceed the limit, or its address's share.
+    Beyond the limit, the largest request or connection of the address with most memory is refused, until the total
+    fits. A new request is refused if it would exceed the limit, or the share of its address.
     """
 
     def __init__(self, most: int, share: float) -> None:
-        """most: bytes. share: part of them that one address may have.
+        """most: limit in bytes. share: fraction of it that one address may have.
 
-        `on_counted` is called with the bytes that are held, whenever these have been counted.
+        `on_counted` is called with the total bytes whenever these have been counted.
         """
         self._most = most
         self._share = int(most * share)
         self._holders: set[Holder] = set()
-        self._bound = 0  # of what is held: what was held at the last look, and all that has come since
+        self._bound = 0  # upper bound of the bytes held: those at the last count, and all received since
         self._looked_at = 0
         self.on_counted: Callable[[int], None] = lambda held: None
 
     def add(self, holder: Holder) -> None:
-        """Counts what is held for it from now on."""
+        """Counts the memory of a connection or request from now on."""
         self._holders.add(holder)
 
     def remove(self, holder: Holder) -> None:
-        """Counts it no more."""
+        """Stops counting the memory of a connection or request."""
         self._holders.discard(holder)
 
     def grew(self, size: int) -> None:
-        """Counts bytes that some holder has received."""
+        """Counts received bytes."""
         self._bound += size
         if self._bound > self._looked_at + _INTERVAL:
             self.shed()
@@ -81,7 +81,7 @@ class Account:
         self._bound += size
 
     def shed(self) -> None:
-        """Refuses holders, the largest of the address that holds most first, until the sum fits the limit."""
+        """Refuses requests and connections, the largest of the address with most memory first, until the total fits."""
         held = self._look()
         total = self._bound
         if total <= self._most:
@@ -110,8 +110,8 @@ class Account:
 class Lease:
     """The memory of one request, until it is answered and nothing runs for it.
 
-    size: bytes of the request. answer: returns its bytes so far. sending: bytes of a response in one piece.
-    end: ends the request with an error; returns False where only closing the connection ends it.
+    size: bytes of the request. answer: returns the bytes of its answer so far. sending: bytes of a response in one
+    piece. end: ends the request with an error; returns False if only closing the connection can end it.
     """
 
     __slots__ = ("_account", "_refuse", "_shared", "answer", "end", "network", "sending", "size")
@@ -130,12 +130,12 @@ class Lease:
         return self.size + self.sending + (0 if self.answer is None else self.answer())
 
     def grow(self, size: int) -> None:
-        """Counts bytes that have come."""
+        """Counts bytes of the body as they arrive."""
         self.size += size
         self._account.grew(size)
 
     def parse(self, body: bytes) -> None:
-        """Counts what JSON becomes. Raises Overloaded, or PayloadTooLarge."""
+        """Counts the estimated memory of the parsed body. Raises Overloaded, or PayloadTooLarge."""
         size = (_ASCII if body.isascii() and b"\\u" not in body else _TEXT) * len(body)
         for character, each in ((b",", _ITEM), (b"[", _LIST), (b"{", _OBJECT)):
             size += each * body.count(character)
@@ -143,18 +143,18 @@ class Lease:
         self.size += size
 
     def hold(self, size: int) -> None:
-        """Counts what is held for the request beside its body. Raises Overloaded, or PayloadTooLarge."""
+        """Counts further memory of the request. Raises Overloaded, or PayloadTooLarge."""
         self._account.admit(self.network, size)
         self.size += size
 
     def hold_once(self, name: bytes, size: int) -> None:
-        """Counts what a request may have in several places, such as an image, once. Raises as `hold`."""
+        """Counts an object that a request may have several times, such as an image, once. Raises as `hold` does."""
         if name not in self._shared:
             self.hold(size)
             self._shared.add(name)
 
     def give_back(self, size: int) -> None:
-        """Counts bytes no more that `hold` has counted."""
+        """Stops counting bytes that were counted before."""
         self.size -= size
 
     def refuse(self) -> None:

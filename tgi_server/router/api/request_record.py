@@ -1,4 +1,4 @@
-"""The record of one request: its notes in the response's headers, and in the end its log line, metrics and span."""
+"""The record of one request: notes for the response's headers, and at the end its log line, metrics and span."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _REQUEST_ID_KEY = "request_id"  # in the state of a request's scope
 _INDEX = re.compile(r"\[\d+\]")
 _CHATS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"})
-# Ignored members that are reported for one request, and names of ignored members that are logged.
+# Maximum number of ignored members that are reported for a request, and of names of ignored members that are logged.
 _MOST_REPORTED, _MOST_LOGGED = 10, 1000
 
 Fields = dict[str, str | int | float]  # of a line of the log, or of a span
@@ -71,7 +71,7 @@ class RequestRecord:
         self._schema_reading: list[str] = []
 
     def note_ignored(self, members: Iterable[Ignored]) -> None:
-        """Notes members of the body that have no effect. Raises InvalidRequest for them with --strict-fields."""
+        """Records members of the body that have no effect. Raises InvalidRequest for them with --strict-fields."""
         policy = self._service.policy
         for member in islice(members, _MOST_REPORTED):
             if policy.strict_fields:
@@ -83,7 +83,7 @@ class RequestRecord:
                 logger.warning("%s: `%s` is ignored: it %s", self.path, member.path, member.fault)
 
     def note_model(self, model: str) -> None:
-        """Notes the model that a request without generation names."""
+        """Records the model that a request without generation names."""
         self._requested = {"gen_ai.request.model": model}
 
     def note_sequence(
@@ -94,8 +94,10 @@ class RequestRecord:
         source: PromptSource | None = None,
         namespace: str = "",
     ) -> None:
-        """Notes a sequence that is about to be generated. unenforced: constraints that are left to the model. source:
-        the texts of its prompt. namespace: namespace of its cached prefixes.
+        """Records a sequence that is about to be generated.
+
+        unenforced: constraints that are left to the model. source: the texts of its prompt. namespace: its cache
+        namespace.
         """
         self._streams.append(stream)
         if source is not None:
@@ -118,7 +120,7 @@ class RequestRecord:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The request's id, and how the request was read, for the response."""
+        """Headers for the response: the request's id, and notes on how the request was interpreted."""
         notes = (
             ("x-unenforced-constraints", self._unenforced),
             ("x-ignored-fields", self._ignored),
@@ -128,12 +130,12 @@ class RequestRecord:
 
     @property
     def trace_context(self) -> dict[str, str]:
-        """The context with which a shard continues the trace."""
+        """The trace context for the shards."""
         return {} if self._span is None else trace_headers(self._span)
 
     @property
     def source_bytes(self) -> int:
-        """Roughly the bytes of the texts that the prompts are made of, which are held until the request ends."""
+        """Approximate bytes of the prompts' source texts, which are held until the request ends."""
         return sum(source.size for source in self._sources)
 
     @property
@@ -158,12 +160,12 @@ class RequestRecord:
 
     @property
     def total_time(self) -> float:
-        """Seconds since the request came."""
+        """Seconds since the request arrived."""
         return perf_counter() - self.arrived
 
     @property
     def times(self) -> RequestTimes:
-        """Returns where the time went that the client waited for the slowest sequence, once all have ended."""
+        """The times of the request's phases, by its slowest sequence. Available once all sequences have ended."""
         if self._times is None:
             self._times = self._measured()
         return self._times
@@ -185,14 +187,14 @@ class RequestRecord:
         return max(self._streams, key=lambda stream: stream.ended_at)
 
     def end(self, error: BaseException | None) -> None:
-        """Writes the record. error: why the request was not answered as it should be."""
+        """Writes the record. error: the reason if the request failed."""
         misses = self.misses
         if (shown := self._shown(misses)) is not None:
             self._service.explained.add(self._namespace, self.request_id, shown)
         for miss in misses:
             if miss.cause is not None:
                 self._metrics.missed(miss.cause, miss.missing_tokens)
-        for source in self._sources:  # remembered, and must not hold the prompts before it
+        for source in self._sources:  # the prompt history keeps it, and it must not keep earlier prompts in memory
             source.lookup = None
         if error is not None:
             self._failed(error)
@@ -200,7 +202,7 @@ class RequestRecord:
             self._generated(misses)
         else:
             self._computed()
-        self._streams.clear()  # the end of a stream refers to its request
+        self._streams.clear()  # breaks a reference cycle: the end of a stream refers to its request
 
     def _generated(self, misses: Sequence[PrefixMiss]) -> None:
         times, slowest = self.times, self._slowest
@@ -277,13 +279,13 @@ class RequestRecord:
         return fields
 
     def _begun_span(self, request: Request) -> Span | None:
-        """Begins the request's span in the caller's trace. Returns None where no spans are collected."""
+        """Starts the request's span in the caller's trace. Returns None if tracing is off."""
         if (tracer := self._service.tracer) is None:
             return None
         return tracer.start_span(self.path, context=extract_context(request.headers), kind=SpanKind.SERVER)
 
     def _add_span(self, phase: str, began: float, ended: float) -> None:
-        """Adds a span for what the request waited for, between two times of `perf_counter`."""
+        """Adds a span for a phase of the request, between two times of `perf_counter`."""
         if self._span is None or (tracer := self._service.tracer) is None:
             return
         offset = time_ns() - perf_counter_ns()
@@ -291,7 +293,7 @@ class RequestRecord:
         tracer.start_span(phase, context=parent, start_time=offset + int(began * 1e9)).end(offset + int(ended * 1e9))
 
     def _end_span(self, attributes: Mapping[str, AttributeValue], error: str | None = None) -> None:
-        """Ends the request's span. error: why the request failed."""
+        """Ends the request's span. error: the reason if the request failed."""
         if self._span is None:
             return
         self._span.set_attributes(attributes)
@@ -315,7 +317,7 @@ class Milliseconds(float):
 
 
 def request_id(request: Request) -> str:
-    """Returns the caller's `x-request-id`, or a new one; the response and the log have it."""
+    """Returns the caller's `x-request-id`, or a new id. Response and log have it, too."""
     state = request.scope["state"]
     found: str | None = state.get(_REQUEST_ID_KEY)
     if found is None:

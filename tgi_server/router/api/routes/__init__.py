@@ -1,1 +1,1 @@
-"""The routes: one file for each family, each turns a request into sequences, and those into its response."""
+"""The routes, one file for each family: they turn a request into sequences, and the sequences into its response."""

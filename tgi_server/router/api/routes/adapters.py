@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter: adapters that come and go while the server runs."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: load and unload adapters while the server runs."""
 
 import asyncio
 import logging
@@ -65,7 +65,7 @@ def _succeeded(admission: Admission, done: str) -> Response:
 
 
 def _root(service: Service) -> Path:
-    """Returns the folder below which adapters may be loaded from. Raises Forbidden where none may."""
+    """Returns the folder that adapters may be loaded from. Raises Forbidden if adapters cannot be loaded."""
     if service.policy.adapter_root is None:
         raise Forbidden("adapters stay as they are: this server was started without --allow-adapter-updates")
     return service.policy.adapter_root
@@ -74,7 +74,7 @@ def _root(service: Service) -> Path:
 def _place_below(root: Path, path: str) -> Path:
     """Returns the adapter's folder, or its GGUF file.
 
-    Raises InvalidRequest alike for one that is not there and for one elsewhere.
+    Raises the same InvalidRequest for a path that does not exist and for one outside `root`, which reveals nothing.
     """
     try:
         place, top = (root / path).resolve(), root.resolve()

@@ -78,8 +78,10 @@ class ChatChoices:
         *,
         token_ids: bool = False,
     ) -> "ChatChoices":
-        """writer: makes what writes the choice of that index. on_end: called at the end of each choice. token_ids: keep
-        the tokens of each.
+        """Starts to generate the choices.
+
+        writer: creates the writer of the choice with an index. on_end: called at the end of each choice. token_ids:
+        True keeps the tokens of each choice.
         """
         service, tools = generation.service, conversation.use.client_tools
         streams = [
@@ -101,9 +103,7 @@ class ChatChoices:
         return cls(generation, prepared, streams)
 
     def usage(self, *, explained: bool = False) -> Usage:
-        """Returns what the choices have used. The prompt is one for all of them. explained: with what the prefix cache
-        lacked.
-        """
+        """Returns the usage of all choices; their common prompt counts once. explained: True explains cache misses."""
         miss = self.generation.miss if explained else None
         return usage_of(len(self.prepared.input_ids), self.streams, self.streams[0].cached_tokens, miss)
 
@@ -181,10 +181,10 @@ def _stream(
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Writes the chunks of one response: `chunk` with another choice each time.
+    """Writes the chunks of one response: `chunk`, each time with another choice.
 
-    usage: returns what each chunk has for it; None: all have the same. token_ids: returns those since the last chunk of
-    a choice; None, like logprobs: they were not requested.
+    usage: returns the usage so far for each chunk; None: chunks have none. token_ids: returns the tokens of a choice
+    since its last chunk; None: not requested. logprobs: True if requested.
     """
 
     outbox: Outbox
@@ -201,7 +201,7 @@ class _Chunks:
         reason: str | None,
         member: CompletedMember | UnsetType = UNSET,
     ) -> None:
-        """Writes a chunk with the next piece of a choice, or with a member that is complete."""
+        """Writes a chunk with the next piece of a choice, or with a completed member of its JSON."""
         entries = ChatCompletionLogprobs(content=list(logprobs)) if self.logprobs else None
         choice = ChatCompletionChoice(index=index, delta=delta, logprobs=entries, finish_reason=reason, member=member)
         if self.token_ids is not None:
@@ -215,14 +215,14 @@ class _Chunks:
 
 @dataclass(slots=True)
 class _StreamedChoice:
-    """Writes the pieces of one choice. members: finds the members of its text; None: they are not sent."""
+    """Writes the pieces of one choice. members: finds completed members of its JSON; None: they are not sent."""
 
     chunks: _Chunks
     index: int
     tools: Mapping[str, ClientTool]
     members: MemberReader | None = None
     begun: bool = False
-    free_form: bool = False  # the last call
+    free_form: bool = False  # True if the last call is of a tool whose input is text
 
     def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
         if piece.part is AnswerPart.CALL:

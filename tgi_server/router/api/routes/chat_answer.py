@@ -1,4 +1,4 @@
-"""One choice of a chat response, as it is generated and as it is written."""
+"""One choice of a chat response: parsing its tokens into pieces, and collecting or converting the pieces."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -39,13 +39,16 @@ class PieceWriter(Protocol):
     """Writes the pieces of a choice."""
 
     def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
-        """Takes the next piece. logprobs: of the tokens since the last piece. reason: set with the last piece."""
+        """Writes the next piece.
+
+        logprobs: log-probabilities of the tokens since the last piece. reason: the finish reason, with the last piece.
+        """
 
 
 class ChatAnswer:
-    """Takes the tokens of one choice, and hands its pieces on. A token that shows nothing waits for the next piece.
+    """A formatter that parses the tokens of one choice into pieces. Tokens without text belong to the next piece.
 
-    token_ids: the tokens, until they are taken; None: they are not needed.
+    token_ids: the tokens, until the caller takes them; None: they are not kept.
     """
 
     __slots__ = ("_logprobs", "_most", "_reader", "_show_thoughts", "_tokenizer", "token_ids", "writer")
@@ -60,9 +63,9 @@ class ChatAnswer:
         show_thoughts: bool = True,
         token_ids: bool = False,
     ) -> None:
-        """reader: parses the text; None: all of it is text. most: alternatives reported for each token; None: no
-        log-probabilities are. show_thoughts: they are pieces, too; otherwise they are dropped. token_ids: keep the
-        tokens.
+        """reader: parses thoughts and calls; None: the whole answer is text. most: number of alternatives reported for
+        each token; None: no log-probabilities are reported. show_thoughts: False drops thoughts. token_ids: True keeps
+        the tokens.
         """
         self.writer = writer
         self._reader = reader
@@ -102,21 +105,21 @@ class ChatAnswer:
             self._logprobs = []
 
     def _without_thoughts(self, pieces: list[Piece], *, thinking: bool) -> list[Piece]:
-        """Returns the other pieces, and drops the log-probabilities of tokens of thoughts.
+        """Returns the pieces that are not thoughts, and drops the log-probabilities of the thoughts' tokens.
 
-        thinking: the thoughts had begun before these pieces.
+        thinking: True if a thought had begun before these pieces.
         """
         assert self._reader is not None
         others = [piece for piece in pieces if piece.part is not AnswerPart.THOUGHT]
         if thinking or self._reader.thinking or len(others) < len(pieces):
-            # Only the last token may belong to what comes after the thoughts.
+            # Only the last token may belong to the text after the thoughts.
             self._logprobs = self._logprobs[-1:] if others else []
         return others
 
     def _reason(self, reason: FinishReason | None) -> str | None:
-        """Returns OpenAI's finish reason: with calls, unless the answer was cut off.
+        """Returns OpenAI's finish reason: `tool_calls` if there are calls, unless the answer was cut off.
 
-        Its length or its deadline cut it off, or it ended within a call.
+        It was cut off if it reached its length or deadline, or ended within a call.
         """
         if reason is None:
             return None
@@ -126,10 +129,10 @@ class ChatAnswer:
 
 
 class FreeFormCalls:
-    """Passes pieces on. The arguments of calls whose input is text become that text, in one piece."""
+    """Passes pieces on. For tools whose input is text, the arguments are replaced by that text, in one piece."""
 
     def __init__(self, writer: PieceWriter, tools: Mapping[str, ClientTool]) -> None:
-        """tools: by the names that the model knows."""
+        """tools: the request's tools, by the names that the model sees."""
         self._writer = writer
         self._names = {name for name, tool in tools.items() if tool.kind is ToolKind.FREE_FORM}
         self._call: int | None = None
@@ -160,7 +163,7 @@ class WholeChoice:
     """Collects the pieces of a choice."""
 
     def __init__(self, tools: Mapping[str, ClientTool] = MappingProxyType({})) -> None:
-        """tools: those whose input is text."""
+        """tools: the tools whose input is text, by name."""
         self._tools = tools
         self._texts: dict[AnswerPart, list[str]] = {part: [] for part in AnswerPart}
         self._arguments: list[list[str]] = []
@@ -197,12 +200,12 @@ class WholeChoice:
 
     @property
     def calls(self) -> list[tuple[str, str, str]]:
-        """The calls: the name of each, its arguments as JSON, and the id that the model gave it; empty: none."""
+        """The calls: name, arguments as JSON, and the id that the model gave; empty if it gave none."""
         arguments = map("".join, self._arguments)
         return list(zip(self._texts[AnswerPart.CALL], arguments, self._ids, strict=True))
 
     def complete(self, index: int, *, logprobs: bool) -> ChatCompletionComplete:
-        """Returns the whole choice. logprobs: they were requested."""
+        """Returns the complete choice. logprobs: True if they were requested."""
         thoughts = self.thoughts or UNSET
         calls = [self._made(*call) for call in self.calls]
         message: TextMessage | ToolCallMessage = TextMessage(content=self.text, reasoning_content=thoughts)
@@ -219,12 +222,12 @@ class WholeChoice:
 
 
 def made_arguments(arguments: str) -> Any:
-    """Returns the arguments of a call as an object; of one that was cut off, as much of it as there is."""
+    """Parses the arguments of a call; if the call was cut off, as much as there is."""
     return from_json(arguments, allow_partial="trailing-strings") if arguments.strip() else {}
 
 
 def call_id() -> str:
-    """Returns a name for a call."""
+    """Returns a new id for a call."""
     return f"call_{uuid4().hex[:24]}"
 
 
@@ -232,9 +235,10 @@ Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 def delta_of(piece: Piece, *, first: bool, free_form: bool = False) -> Delta:
-    """Returns a piece as the `delta` of a chunk. first: of its choice, which has the role: clients join what comes.
+    """Returns a piece as the `delta` of a chunk.
 
-    free_form: it belongs to a call of a tool whose input is text.
+    first: True for the first piece of a choice, which has the role. free_form: True if the piece belongs to a call of a
+    tool whose input is text.
     """
     role = "assistant" if first else UNSET
     match piece.part:
@@ -256,13 +260,13 @@ def delta_of(piece: Piece, *, first: bool, free_form: bool = False) -> Delta:
 
 
 def _logprobs(tokenizer: TextTokenizer, most: int, stream: AnyStream) -> ChatCompletionLogprob:
-    """Returns the last token in `logprobs.content`. That it had been drafted is a member that OpenAI does not have.
+    """Returns the entry of the last token for `logprobs.content`. The member `drafted` is not in OpenAI's API.
 
-    most: of the alternatives; shards report equally likely ones, too.
+    most: maximum number of alternatives, as shards report more if some are equally likely.
     """
     token_id, top = stream.token_id, stream.top
     tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))
-    # Of equally likely tokens, the chosen one is reported.
+    # Among equally likely tokens, the chosen one comes first.
     tops.sort(key=lambda each: (-each[1], each[0] != token_id))
     return ChatCompletionLogprob(
         token=tokenizer.token_name(token_id),

@@ -1,4 +1,4 @@
-"""The conversation of a chat request; and, of any interface, what the scheduler takes of one that is to be answered."""
+"""Converts chat requests to conversations, and prepares conversations of all APIs for the scheduler."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,12 +38,12 @@ from tgi_server.router.text.conversation import (
 from tgi_server.router.text.prompt_place import conversation_source
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
-# A conversation that is to be answered, and the options of the answer.
+# A conversation, and the options of its answer.
 Asked = tuple[Conversation, GenerationOptions]
 
 
 def requested_chat(admission: Admission, request: ChatRequest) -> Asked:
-    """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
+    """Converts a request to a conversation and options. Takes time in proportion to its size. Raises InvalidRequest."""
     options = openai_options(admission, request, Dialect.CHAT)
     report = replace(options.report, logprobs=bool(request.logprobs))
     options = replace(options, report=report, grammar=requested_form(request))
@@ -53,7 +53,10 @@ def requested_chat(admission: Admission, request: ChatRequest) -> Asked:
 async def prepare_chat(
     admission: Admission, dialect: Dialect, requested: Callable[[], Asked]
 ) -> tuple[Conversation, PreparedRequest]:
-    """Returns the conversation, and what the scheduler takes, with the reader of its answers. Raises InvalidRequest."""
+    """Prepares a conversation for the scheduler. Returns both. Raises InvalidRequest.
+
+    requested: returns the conversation and its options; called in a thread.
+    """
     service, size = admission.service, admission.size
     form = service.text.answer_form
 
@@ -62,7 +65,7 @@ async def prepare_chat(
     ]:
         conversation, options = requested()
         shown, use, answer = conversation, conversation.use, options.grammar
-        if options.thinking_token_budget == 0:  # most templates can say so themselves
+        if options.thinking_token_budget == 0:  # most templates can turn off thinking
             shown = replace(shown, variables=thinking_switches(on=False) | dict(shown.variables))
         prompt = render(service, shown)
         thoughts = form.thoughts(answer)
@@ -93,7 +96,7 @@ async def prepare_chat(
 
 
 def render(service: Service, conversation: Conversation) -> RenderedPrompt:
-    """Returns the prompt, with placeholders for images. Raises InvalidRequest, also if the model reads none."""
+    """Renders the prompt, with placeholders for images. Raises InvalidRequest, also if the model reads no images."""
     check_images(service, conversation.images)
     tool_prompt = service.text.answer_form.tool_prompt
     return render_conversation(service.text.template, conversation, service.text.special_tokens, tool_prompt)
@@ -165,7 +168,7 @@ def _past_call(call: ToolCall | FreeFormCall) -> PastCall:
 
 
 def _parts(message: Message, place: str) -> tuple[tuple[str | ImageSource, ...], tuple[str, ...]]:
-    """Returns the texts and images of a message, and its volatile texts. place: where it stands in the request."""
+    """Returns the texts and images of a message, and its volatile texts. place: its field in the request."""
     content = message.content.root if message.content is not None else message.refusal or ""
     if isinstance(content, str):
         return ((), (content,)) if message.volatile else ((content,), ())

@@ -1,4 +1,4 @@
-"""Anthropic's tools that the client runs, as functions: their schemas are known to its models, and not sent."""
+"""Describes Anthropic's client tools as functions. Requests have no schemas of them: Anthropic's models know these."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _RANGE: Mapping[str, Any] = {"type": "array", "items": {"type": "integer"}, "min
 
 
 def client_tool(kind: str, name: str, strict: bool | None) -> ToolSpec:
-    """Returns a tool as a function that the model may call. kind: its type, with the date of its version."""
+    """Returns the function for a client tool. kind: its type, with the date of its version, such as bash_20250124."""
     family, version = kind.rsplit("_", 1)
     match family:
         case "bash":
@@ -32,7 +32,10 @@ def _bash() -> tuple[str, dict[str, Any]]:
 
 
 def _text_editor(version: str) -> tuple[str, dict[str, Any]]:
-    """version: as a date. Up to 2025-01 an edit can be undone, and up to 2025-04 `insert` takes `new_str`."""
+    """Returns description and parameters of the text editor. version: its date.
+
+    Up to 2025-01 it has `undo_edit`, and up to 2025-04 the parameter of `insert` is `new_str`.
+    """
     undo = ["undo_edit"] if version <= "20250124" else []
     inserted = "insert_text" if version >= "20250728" else "new_str"
     return (

@@ -1,4 +1,4 @@
-"""Log-probabilities as /v1/completions has them: four lists, with an entry for each token of prompt and answer."""
+"""Log-probabilities in the form of /v1/completions: four lists with an entry for each token of prompt and answer."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -11,13 +11,13 @@ from tgi_server.router.text.tokenizer import TextTokenizer
 
 
 class LogprobEntries:
-    """Collects entries until they are written. `top_logprobs` has the token itself, and the likeliest in its place.
+    """Collects entries until they are written. `top_logprobs` has the token itself and the likeliest alternatives.
 
-    A token that does not show in the text (a special token, a part of a character) takes no room in it.
+    `text_offset` does not grow by tokens without text (special tokens, parts of characters).
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, show_special: bool, as_text: bool = False) -> None:
-        """show_special: special tokens are part of the answer's text. as_text: the prompt came as text."""
+        """show_special: True if special tokens are part of the answer's text. as_text: True if the prompt is a text."""
         self._tokenizer = tokenizer
         self._show_special = show_special
         self._as_text = as_text
@@ -25,9 +25,9 @@ class LogprobEntries:
         self._entries = _no_entries()
 
     def prompt(self, prefill: pb.PrefillTokens, text: str) -> None:
-        """Adds the tokens of a prompt; of a truncated one, the tokens of its end. text: the prompt as it is echoed.
+        """Adds the tokens of a prompt, or of the end of a truncated prompt. text: the prompt as it is echoed.
 
-        Special tokens that the tokenizer put before a text, such as BOS, are left out, as OpenAI has none: evaluation
+        Special tokens that the tokenizer added before a text, such as BOS, are left out, as in OpenAI's API: evaluation
         suites count the tokens of a text without them.
         """
         pieces = _pieces(self._tokenizer, prefill.ids)
@@ -50,12 +50,12 @@ class LogprobEntries:
         self._offset = len(text)
 
     def token(self, token_id: int, piece: str, logprob: float | None, top: pb.TopTokens | None) -> None:
-        """Takes one token of the answer."""
+        """Adds a token of the answer."""
         hidden = token_id in self._tokenizer.special_tokens and not self._show_special
         self._add(token_id, "" if hidden else piece, logprob, top or pb.TopTokens())
 
     def _add(self, token: int, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
-        """shown: what the text grows by. top: None where nothing can be reported."""
+        """Adds an entry. shown: the text that the token adds. top: None for the first token, without probabilities."""
         name = self._name(token)
         if name == f" {shown}":  # SentencePiece drops the space before the first token of a text
             name = shown
@@ -88,7 +88,7 @@ def _no_entries() -> CompletionLogprobs:
 
 
 def _pieces(tokenizer: TextTokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token where it stands; of a special token, its name."""
+    """Returns the text that each token adds; for a special token, its name."""
     detokenizer = Detokenizer(tokenizer, ())
     pieces = [tokenizer.special_tokens.get(token_id) or detokenizer.step(token_id) for token_id in token_ids]
     return [*pieces[:-1], pieces[-1] + detokenizer.flush()]

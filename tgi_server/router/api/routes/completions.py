@@ -51,18 +51,18 @@ def completion_routes(service: Service) -> list[Route]:
     return routes
 
 
-# Maximum number of prompt tokens in one response, alternatives included: some 35 bytes each. A stream sends
-# the tokens of one prompt in one event.
+# Maximum number of prompt tokens and alternatives in one response, about 35 bytes each. A stream sends the tokens of a
+# prompt in one event.
 _MOST_ECHOED, _MOST_STREAMED = 2**21, 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionPlan:
-    """A request that keeps the rules.
+    """A validated request.
 
-    prompts: as text. sequences: `attempts` for each prompt, in their order; `choices` of them are shown. logprobs:
-    alternatives that are reported for each token; None: no log-probabilities are. generates: False for a request that
-    only asks about its prompts; a token is computed all the same.
+    prompts: the prompts as text. sequences: `attempts` sequences for each prompt, in order; `choices` of them are
+    returned. logprobs: number of alternatives reported for each token; None: no log-probabilities are reported.
+    generates: False for a request for 0 tokens, whose answer is left out, although a token is computed.
     """
 
     request: CompletionRequest
@@ -83,15 +83,15 @@ class CompletionPlan:
 
     @property
     def echoed(self) -> int:
-        """The number of prompt tokens in the response, alternatives included."""
+        """Number of prompt tokens and alternatives in the response."""
         return self.choices * self.prompt_tokens * (1 + (self.logprobs or 0)) if self.request.echo else 0
 
     def echo(self, sequence: int) -> str:
-        """Returns the prompt as a sequence's text begins with it."""
+        """Returns the prompt if a sequence's text begins with it, else an empty text."""
         return self.prompts[sequence // self.attempts] if self.request.echo else ""
 
     def entries(self, tokenizer: TextTokenizer, sequence: int) -> LogprobEntries:
-        """Returns what collects the log-probabilities of a sequence."""
+        """Returns a collector for the log-probabilities of a sequence."""
         as_text = isinstance(self.request.prompt.root[sequence // self.attempts], str)
         show_special = not self.sequences[sequence].options.skip_special_tokens
         return LogprobEntries(tokenizer, show_special=show_special, as_text=as_text)
@@ -99,8 +99,9 @@ class CompletionPlan:
     def usage(
         self, streams: Sequence[AnyStream], prompt_tokens: int, generation: RequestGeneration | None = None
     ) -> Usage:
-        """Returns the usage of some sequences. What is computed for several of them is computed once. generation: of
-        all of them, to explain what the prefix cache lacked of the prompts.
+        """Returns the usage of sequences. Sequences with the same prompt count its cached tokens once.
+
+        generation: adds the explanation of prefix-cache misses, if it was requested.
         """
         cached = sum(stream.cached_tokens for stream in streams[:: self.attempts])
         miss = generation.miss if generation is not None and self.request.explain_prefix else None
@@ -122,7 +123,7 @@ async def complete(admission: Admission, request: CompletionRequest) -> Response
 
 
 async def plan_completions(admission: Admission, request: CompletionRequest) -> CompletionPlan:
-    """Returns what the request asks for. Raises InvalidRequest."""
+    """Validates a request and prepares its sequences. Raises InvalidRequest."""
     service, prompts, size = admission.service, request.prompt.root, admission.size
     if "" in prompts:
         raise InvalidRequest.at("prompt", "must not be empty")
@@ -170,7 +171,7 @@ async def plan_completions(admission: Admission, request: CompletionRequest) -> 
 
 
 def _rendered(service: Service, prompts: Sequence[str | list[int]], truncate: int) -> list[RenderedPrompt]:
-    """Returns the prompts as text; of prompts in tokens, only as much as may be used. Raises InvalidRequest."""
+    """Returns the prompts as text; of prompts in tokens, only the part that can be used. Raises InvalidRequest."""
     most = service.limits.max_input_tokens
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
     if not truncate and longest > most:
@@ -260,10 +261,10 @@ def _stream(generation: RequestGeneration, plan: CompletionPlan) -> Response:
 
 
 class _CompletionChunks:
-    """Writes a chunk for each token that shows something. The last one has the sequence's usage, as TGI's has, unless
-    usage comes once, for all sequences of the stream, after the last of them.
+    """Writes a chunk for each token with text. An echoed prompt is one chunk, the first.
 
-    Of a prompt that is shown, the first chunk has all.
+    As in TGI, the last chunk has the sequence's usage, unless the request asks for the usage of all sequences after the
+    last one.
     """
 
     __slots__ = ("_chunk", "_entries", "_index", "_members", "_outbox", "_plan", "_prompt_ids", "_token_ids", "_told")
@@ -276,7 +277,7 @@ class _CompletionChunks:
         index: int,
         entries: LogprobEntries | None,
     ) -> None:
-        """entries: None where no log-probabilities are wanted."""
+        """entries: None if no log-probabilities were requested."""
         self._outbox = outbox
         self._chunk = chunk
         self._plan = plan

@@ -1,4 +1,4 @@
-"""Edits of a conversation that a request asks for: thoughts and results of tools that are left out of the prompt."""
+"""Context editing of Anthropic's API: removes thoughts and results of tools from the prompt of a conversation."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -23,9 +23,10 @@ _CLEARED = "(This result was cleared to save context.)"
 
 
 class ContextEdits:
-    """Makes the edits of one request. report: the edits that changed the conversation; None: none were requested.
+    """Applies the edits of one request.
 
-    saved_tokens: by which the prompt became shorter.
+    report: the edits that changed the conversation; None: none were requested. saved_tokens: number of tokens by which
+    the prompt became shorter.
     """
 
     def __init__(self, service: Service, management: ContextManagement | None) -> None:
@@ -52,7 +53,7 @@ class ContextEdits:
             case ClearToolUses():
                 return self._without_results(edit, conversation)
             case Compact(trigger=trigger):
-                # A prompt of more tokens than the server takes is refused as that.
+                # Longer prompts than the server accepts are refused for that reason.
                 if trigger.value < self._service.limits.max_input_tokens:
                     tokens = self._tokens(conversation)
                     if tokens > trigger.value:
@@ -80,7 +81,7 @@ class ContextEdits:
         return edited
 
     def _edited(self, conversation: Conversation, turns: Sequence[Turn]) -> tuple[Conversation, int]:
-        """Returns the conversation with other turns, and the number of tokens by which its prompt is shorter."""
+        """Replaces the turns. Returns the conversation, and the number of tokens by which its prompt is shorter."""
         edited = replace(conversation, turns=turns)
         return edited, max(self._tokens(conversation) - self._tokens(edited), 0)
 
@@ -90,7 +91,7 @@ class ContextEdits:
         self.saved_tokens += edit.cleared_input_tokens
 
     def _tokens(self, conversation: Conversation) -> int:
-        """Returns the number of tokens of the prompt, in which an image is one placeholder."""
+        """Returns the number of tokens of the prompt, with a placeholder for each image."""
         text = render(self._service, conversation).text
         return len(self._service.text.tokenizer.encode(text, add_special_tokens=False, offsets=False).ids)
 
@@ -117,7 +118,7 @@ def _without_thoughts(turns: Sequence[Turn], keep: object) -> tuple[list[Turn], 
 
 
 def _cleared(turn: Turn, calls: Collection[str], inputs: bool | Collection[str]) -> Turn:
-    """Returns a turn without the results of calls; inputs: also without their arguments, of all tools or of some."""
+    """Returns a turn without the results of `calls`. inputs: True, or names of tools: removes arguments as well."""
     if turn.tool_call_id in calls:
         return replace(turn, parts=(_CLEARED,))
     if inputs is False or not turn.calls:

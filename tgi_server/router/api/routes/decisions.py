@@ -60,7 +60,7 @@ from tgi_server.router.text.token_stream import AnyStream
 
 T = TypeVar("T")
 
-# Sequences of one request that are computed at once, so that other requests' come in between.
+# Maximum number of a request's sequences that are computed at once, so that those of other requests can come between.
 _AT_ONCE = 32
 
 
@@ -73,10 +73,9 @@ def decision_routes(service: Service) -> list[Route]:
 
 @dataclass(slots=True)
 class _Ask:
-    """One prompt of a question: its options in one order, after the input or a neutral one.
+    """One prompt of a question: its options in one order, after the input or a neutral input.
 
-    prepared: None once it is scored. steps: the log-probabilities of the tokens that may follow, by the beginning of a
-    label.
+    prepared: None once it is scored. steps: log-probabilities of the tokens that may follow each prefix of a label.
     """
 
     prepared: PreparedRequest | None
@@ -147,7 +146,7 @@ async def _results(
             for index, said, order in prompts[first:last]
         ]
 
-    # The first alone: it computes what the others find in the cache. They are prepared meanwhile.
+    # The first one runs alone, so that the others find its tokens in the prefix cache. They are prepared meanwhile.
     starts = [0, *range(1, len(prompts), _AT_ONCE), len(prompts)]
     made = await make(*starts[:2])
     for step in pairwise([*starts[1:], len(prompts)]):
@@ -175,7 +174,7 @@ async def _results(
 
 @asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """Runs `work` as a task beside the block, and cancels it with the block."""
+    """Runs `work` as a task concurrently with the block, and cancels it at the block's end."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -186,7 +185,7 @@ async def _beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]
 async def _ask(
     admission: Admission, turns: Sequence[Turn], question: AskedQuestion, order: Sequence[int], settings: _Settings
 ) -> _Ask:
-    """Returns a prompt of a question. Raises InvalidRequest."""
+    """Prepares a prompt of a question. Raises InvalidRequest."""
     service = admission.service
 
     def prepare() -> tuple[Labels, RenderedPrompt, Conversation]:
@@ -208,7 +207,7 @@ async def _ask(
 
 
 async def _score(generation: RequestGeneration, asks: Sequence[_Ask]) -> list[AnyStream]:
-    """Computes the labels of some prompts, and forgets the prompts. Returns the sequences that were computed."""
+    """Computes the log-probabilities of labels, and drops the prompts. Returns the sequences that were computed."""
     work = [(ask, beginning, tokens) for ask in asks for beginning, tokens in ask.labels.steps.items()]
     streams: list[AnyStream] = []
     for start in range(0, len(work), _AT_ONCE):
@@ -230,7 +229,7 @@ def _sequence(ask: _Ask, beginning: Tokens, tokens: Tokens) -> PreparedRequest:
 
 
 def _turns(request: DecisionsRequest) -> list[Turn]:
-    """Returns the input as turns. Raises InvalidRequest for the output of a call that is not there."""
+    """Returns the input as turns. Raises InvalidRequest for the output of a call that the input does not have."""
     if isinstance(request.input, str):
         return [Turn("user", (request.input,))]
     items = [each.root for each in request.input]

@@ -73,14 +73,14 @@ async def _embed(admission: Admission, request: EmbedRequest) -> Response:
 
 
 def rows_of(values: Values) -> Iterator[Raw]:
-    """Yields each row as JSON, one by one: while JSON is written, no other thread runs."""
+    """Yields each row as JSON, encoded separately, since encoding keeps the GIL."""
     return (Raw(to_json(row)) for row in values.numbers())
 
 
 async def tokens_of(
     encoder: ServedEncoder, texts: Sequence[str | list[int]], fitting: Fitting, prompt: str
 ) -> list[pb.EncodeInput]:
-    """Returns the tokens of texts, or the given tokens. Raises InvalidRequest."""
+    """Tokenizes texts, or checks texts that came as tokens. Raises InvalidRequest."""
     name = fitting.name
     if not 0 < len(texts) <= MOST_TEXTS:
         raise InvalidRequest.at(name, f"has {len(texts)} texts; it may have 1 to {MOST_TEXTS}")
@@ -92,7 +92,7 @@ async def tokens_of(
 
 
 def dimensions_of(encoder: ServedEncoder, requested: int | None) -> int:
-    """Returns the numbers that each embedding shall have; 0: all. Raises InvalidRequest."""
+    """Returns the requested number of dimensions; 0: all of the model's. Raises InvalidRequest."""
     if requested is not None and requested > encoder.info.columns:
         raise InvalidRequest.at("dimensions", f"is {requested}; it must be at most {encoder.info.columns}")
     return requested or 0

@@ -1,4 +1,4 @@
-"""/v1/explain says why the prompt of a request was not wholly found in the prefix cache."""
+"""/v1/explain: explains why the prefix cache did not have the whole prompt of a request."""
 
 from starlette.responses import Response
 from starlette.routing import Route
@@ -15,13 +15,13 @@ from tgi_server.router.service import Service
 
 def explain_routes(service: Service) -> list[Route]:
     routes = PostRoutes(service, OPENAI_ERRORS)
-    summary = "Say why the prompt of an earlier request was not wholly found in the prefix cache"
+    summary = "Explain why the prefix cache did not have the whole prompt of an earlier request"
     routes.receive("/v1/explain", summary, ExplainRequest, _explain, ExplainResponse)
     return routes
 
 
 async def _explain(admission: Admission, body: ExplainRequest) -> Response:
-    """Explains a request to who has its API key and salt. Raises NoSuchRequest."""
+    """Explains a request to clients with the same API key and salt. Raises NoSuchRequest."""
     namespace = cache_namespace(admission.tenant, body.cache_salt)
     miss = admission.service.explained.get(namespace, body.request_id)
     if miss is None:

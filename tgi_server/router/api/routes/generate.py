@@ -54,7 +54,7 @@ async def prepare_tgi(
     *,
     streams: bool = False,
 ) -> PreparedRequest:
-    """Returns what the scheduler takes. cache_salt: wins over the one in `parameters`. Raises InvalidRequest."""
+    """Prepares a request for the scheduler. cache_salt: overrides the one in `parameters`. Raises InvalidRequest."""
     service, size = admission.service, admission.size
 
     def read() -> GenerationOptions:
@@ -71,7 +71,7 @@ async def prepare_tgi(
 
 
 def with_logprobs(prepared: PreparedRequest, *, logprobs: bool) -> PreparedRequest:
-    """Returns a request that reports log-probabilities, or none."""
+    """Returns the request with the report of log-probabilities turned on or off."""
     if prepared.options.report.logprobs == logprobs:
         return prepared
     report = replace(prepared.options.report, logprobs=logprobs)
@@ -79,7 +79,7 @@ def with_logprobs(prepared: PreparedRequest, *, logprobs: bool) -> PreparedReque
 
 
 async def generate_whole(admission: Admission, request: GenerateRequest, *, in_list: bool = False) -> Response:
-    """Responds in one piece. in_list: with a list of one, as `/` does."""
+    """Responds in one piece. in_list: True responds with a list of one object, as `/` does."""
     prepared = await prepare_tgi(admission, request.inputs, request.parameters, request.cache_salt)
     details = request.parameters.details or prepared.options.report.prefill_logprobs
     best_of = prepared.options.best_of or 1
@@ -96,7 +96,7 @@ async def generate_whole(admission: Admission, request: GenerateRequest, *, in_l
 
 
 def _reported_tokens(stream: AnyStream) -> int:
-    """Returns how many tokens `details` has of a sequence."""
+    """Returns the number of a sequence's tokens in `details`."""
     return stream.generated_tokens + (len(stream.prefill.ids) if stream.prefill is not None else 0)
 
 
@@ -129,7 +129,7 @@ def _body(
 
 
 def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], seed: int | None) -> dict[str, Any]:
-    """Returns the members of an object that describe how a sequence came about."""
+    """Returns the members of `details` for a sequence."""
     output = stream.output
     special = [token_id in tokenizer.special_tokens for token_id in output.token_ids]
     special[-1] |= _ends_text(stream, output.visible[-1])
@@ -150,12 +150,12 @@ def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], see
 
 
 def _told(stream: AnyStream, text: str, visible: str) -> str:
-    """Returns the text reported for a token. The last one ends with the stop sequence, as the whole text does."""
+    """Returns the text to report for a token. The last one ends with the stop sequence, as the whole text does."""
     return visible if visible and stream.finish_reason is FinishReason.STOP_SEQUENCE else text
 
 
 def _ends_text(stream: AnyStream, visible: str) -> bool:
-    """Returns True if the last token ends the text without belonging to it, which clients see because it is special."""
+    """Returns True if the last token ends the text and is not part of it. It is reported to clients as special."""
     return stream.finish_reason in (FinishReason.EOS_TOKEN, FinishReason.DEADLINE) and not visible
 
 
@@ -190,7 +190,7 @@ class _TokenEvents:
     def __init__(
         self, outbox: Outbox, tokenizer: TextTokenizer, *, seed: int | None, details: bool, prompt: str
     ) -> None:
-        """prompt: what the whole text begins with. details: the last event has them."""
+        """prompt: text before the generated text in the last event. details: True adds details to the last event."""
         self._outbox = outbox
         self._tokenizer = tokenizer
         self._seed = seed

@@ -1,4 +1,4 @@
-"""/health, /metrics, /info and /v1/models: the server's state, and what it serves."""
+"""/health, /metrics, /info and /v1/models: the server's state, its models and their limits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -97,7 +97,7 @@ def probe_routes(service: Service) -> list[Route]:
 
 
 def _listed(listed: ListedModel, created: int, asked: Service) -> Iterator[ModelInfo]:
-    """Yields a model by all its names, its adapters, and the models beside it. asked: the service that is asked."""
+    """Yields a model by all its names, its adapters, and its encoders. asked: the service that got the request."""
     model, parents = listed.names[0], dict.fromkeys(listed.names)
     owner = model
     if (service := listed.service) is not None:
@@ -157,7 +157,7 @@ def _info(service: Service) -> Info:
 
 
 def _pipeline(service: Service) -> str:
-    """Returns the hub's name of what the model does."""
+    """Returns the hub's name of the model's task."""
     if service.generates:
         return "text2text-generation" if service.model.encoder_decoder else "text-generation"
     return "feature-extraction" if "embed" in service.encoders.by_task else "text-ranking"
@@ -169,7 +169,7 @@ def _comparable(version: str) -> str:
 
 
 def models_page(models: Sequence[AnthropicModel], query: Mapping[str, str]) -> AnthropicModels:
-    """Returns the models after `after_id`, or before `before_id`; at most `limit`. Raises InvalidRequest."""
+    """Returns a page of at most `limit` models, after `after_id` or before `before_id`. Raises InvalidRequest."""
     limit = _limit(query.get("limit"))
     if (after := query.get("after_id")) is not None:
         models = models[_index(models, after, "after_id") + 1 :]

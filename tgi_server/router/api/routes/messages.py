@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients know them."""
+"""/v1/messages and /v1/messages/count_tokens of Anthropic's API."""
 
 from base64 import b64encode
 from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ async def _whole(
     *,
     empty: bool,
 ) -> Response:
-    """empty: no token was asked for; the one that computing the prompt takes is left out."""
+    """Responds in one piece. empty: True for a request for 0 tokens: the one computed with the prompt is left out."""
     end, written = AllEnded(1), WholeChoice()
     choices = ChatChoices.begin(generation, conversation, prepared, lambda _: written, end)
     await end.future
@@ -158,11 +158,11 @@ def _stream(
 class _MessageEvents:
     """Writes the events of one message: its start, its blocks one after the other, and its end.
 
-    reason: why the answer ended, once it has.
+    reason: the finish reason of the answer; None until it has ended.
     """
 
     def __init__(self, outbox: Outbox, start: Callable[[], SentMessage]) -> None:
-        """start: returns the message without content, once it has begun."""
+        """start: returns the message without content; called when the first piece has come."""
         self._outbox = outbox
         self._start = start
         self._index = -1
@@ -242,7 +242,7 @@ def _usage(choices: ChatChoices) -> MessagesUsage:
 
 
 def _ending(service: Service, choices: ChatChoices, *, called: bool) -> MessageEnd:
-    """called: the answer ends with calls of tools."""
+    """Returns the end of the message. called: True if the answer ends with tool calls."""
     (stream,) = choices.streams
     reason = stream.finish_reason
     assert reason is not None
@@ -260,7 +260,7 @@ def _digest(thoughts: str = "") -> blake2b:
 
 
 def _signature(thoughts: blake2b) -> str:
-    """Returns the signature of a block of thoughts: clients keep a block only with one, and send it back."""
+    """Returns the signature of a block of thoughts. Clients keep only blocks with a signature, and send them back."""
     return b64encode(thoughts.digest()).decode()
 
 

@@ -1,4 +1,4 @@
-"""A request of Anthropic's interface as the conversation that is to be answered."""
+"""Converts requests of Anthropic's API to conversations."""
 
 import json
 from collections.abc import Iterator
@@ -45,13 +45,13 @@ from tgi_server.router.text.conversation import (
 )
 from tgi_server.router.text.grammar import WHOLE_SCHEMA, json_grammar
 
-# The beginning of a block that Claude Code puts before its instructions: it differs with each request, so no prompt
-# with it would be found in the prefix cache, and it says nothing to a model.
+# The beginning of a block that Claude Code puts before its instructions. It differs in each request, so the prefix
+# cache would have no prompt with it, and it means nothing to a model.
 _BILLING = "x-anthropic-billing-header:"
 
 
 def requested_message(admission: Admission, request: MessagesRequest, edits: ContextEdits) -> Asked:
-    """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
+    """Converts a request to a conversation and options. Takes time in proportion to its size. Raises InvalidRequest."""
     service, config = admission.service, request.output_config
     form = None if config is None else config.format
     grammar = (
@@ -99,15 +99,12 @@ def _tool(tool: OfferedTool | MessagesClientTool) -> ToolSpec:
 
 
 def _thinks(request: MessagesParameters) -> bool:
-    """Returns True if thoughts are requested, which they are not by default."""
+    """Returns True if thinking is requested. It is off by default."""
     return request.thinking is not None and request.thinking.type != "disabled"
 
 
 def _budget(request: MessagesRequest) -> int | None:
-    """Returns the tokens of thoughts that are requested; None: there is no bound. Other types than `enabled` have none.
-
-    Clients have to send it: a model without thoughts is within any budget.
-    """
+    """Returns the requested thinking budget in tokens; None: unlimited. Only the type `enabled` has a budget."""
     thinking = request.thinking
     return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
@@ -132,7 +129,7 @@ def _choice(request: MessagesParameters) -> Choice | None:
 
 
 def turns_of(message: InputTurn, path: str) -> list[Turn]:
-    """Returns a message as turns: each result of a tool is a turn of its own. path: of the message in the request."""
+    """Returns a message as turns: each tool result is a separate turn. path: the message's field in the request."""
     turns: list[Turn] = []
     parts: list[str | ImageSource] = []
     calls: list[PastCall] = []
@@ -159,7 +156,7 @@ def turns_of(message: InputTurn, path: str) -> list[Turn]:
 
 
 def _parts(block: object, path: str) -> Iterator[str | ImageSource]:
-    """Yields the texts and images that a block shows; nothing for one that says nothing to the model."""
+    """Yields the texts and images of a block; nothing for a block without content for the model."""
     match block:
         case TextBlock(text=text) | CompactionBlock(content=text) | ToolReference(tool_name=text):
             yield text
@@ -182,5 +179,5 @@ def _parts(block: object, path: str) -> Iterator[str | ImageSource]:
 
 
 def _heading(tag: str, *lines: str | None) -> str:
-    """Returns the beginning of a document with what is known about it."""
+    """Returns the opening tag of a document, and lines such as its title."""
     return "\n".join([f"<{tag}>", *filter(None, lines), ""])

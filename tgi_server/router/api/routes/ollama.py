@@ -1,4 +1,4 @@
-"""/api/chat and /api/generate, as Ollama's clients know them."""
+"""/api/chat and /api/generate of Ollama's API."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -44,7 +44,7 @@ def ollama_routes(service: Service) -> list[Route]:
     return routes
 
 
-# Returns a piece of an answer: its text, its thoughts, its calls, and the other members.
+# Creates a piece of an answer from its text, its thoughts, its calls, and other members.
 _Shape = Callable[..., OllamaAnswer]
 
 
@@ -58,7 +58,7 @@ def _generate_piece(text: str, thoughts: str, _: Sequence[OllamaMadeCall], **mem
 
 
 def timestamp() -> str:
-    """Returns the time in the form of RFC 3339."""
+    """Returns the current time in the format of RFC 3339."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -66,7 +66,7 @@ async def _answer(admission: Admission, request: OllamaChatRequest | OllamaGener
     service = admission.service
     shape: _Shape = _chat_piece if isinstance(request, OllamaChatRequest) else _generate_piece
     if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt):
-        # How clients have a model loaded.
+        # Clients send an empty request to load a model.
         async with service.in_use():
             pass
         model = named_adapter(service, without_tag(service, request.model)) or service.model.names[0]
@@ -96,7 +96,7 @@ async def _answer(admission: Admission, request: OllamaChatRequest | OllamaGener
 
 
 class _Lines:
-    """Writes the pieces of an answer as lines. A call is one of them, once it is complete."""
+    """Writes the pieces of an answer as lines. A call is one line, written once the call is complete."""
 
     def __init__(self, outbox: Outbox, shape: _Shape, model: str) -> None:
         self._outbox = outbox
@@ -138,13 +138,13 @@ class _Lines:
 
 
 def _made_call(index: int, name: str, arguments: str, own: str) -> OllamaMadeCall:
-    """Returns a call. own: the id that the model gave it; empty: none."""
+    """Returns a call. own: the id that the model gave it; empty if it gave none."""
     function = OllamaMadeFunction(index=index, name=name, arguments=made_arguments(arguments))
     return OllamaMadeCall(id=own or call_id(), function=function)
 
 
 def _ending(admission: Admission, stream: AnyStream) -> dict[str, Any]:
-    """Returns the members of the last piece: the reason of the end, the tokens, and the durations in nanoseconds."""
+    """Returns the members of the last piece: finish reason, numbers of tokens, and durations in nanoseconds."""
     assert stream.finish_reason is not None
     return {
         "done": True,
@@ -159,5 +159,5 @@ def _ending(admission: Admission, stream: AnyStream) -> dict[str, Any]:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Returns a duration, at least 1: clients divide by it."""
+    """Returns a duration in nanoseconds, at least 1, as clients divide by it."""
     return max(int(seconds * 1e9), 1)

@@ -1,4 +1,4 @@
-"""Ollama's routes about models: which there are, what they can do, and the embeddings of texts."""
+"""Ollama's routes that list and describe models, and those for embeddings."""
 
 from collections.abc import Iterator
 from hashlib import sha256
@@ -36,7 +36,7 @@ from tgi_server.router.text.encoder import Fitting, ServedEncoder
 
 # The release of Ollama whose interface this server has.
 OLLAMA_VERSION = "0.32.0"
-# When the model is unloaded: in some centuries, as Ollama has it for models that stay.
+# Time at which the model is unloaded: in some centuries, as Ollama reports it for models that stay.
 _NEVER = "2300-01-01T00:00:00Z"
 _REFUSED = ("/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/{digest}")
 
@@ -82,7 +82,7 @@ def ollama_model_routes(service: Service) -> list[Route]:
 
 
 def _in_memory(service: Service, started: str) -> Iterator[OllamaModel]:
-    """Yields a model that is awake, its adapters in memory, and the models beside it."""
+    """Yields a model that is awake, its adapters in memory, and its encoders."""
     ready = {service.model.names[0], *(adapter.id for adapter in service.adapters if adapter.ready)}
     ready |= {encoder.name for encoder in service.encoders.by_task.values()}
     for model in _models(service, started):
