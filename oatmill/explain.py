@@ -1,4 +1,4 @@
-"""`oatmill explain`: why the prompt of a request was not wholly found in the prefix cache, in plain words."""
+"""`oatmill explain`: explains in plain words why the prefix cache did not have the whole prompt of a request."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ _CAUSES: Final = {
 def main(arguments: Sequence[str]) -> int:
     """Prints the explanation. Returns 0; 1 if the server gave none, 2 after wrong usage."""
     parser = argparse.ArgumentParser(
-        prog="oatmill explain", description="Says why a prompt was not wholly found in the prefix cache."
+        prog="oatmill explain", description="Explains why the prefix cache did not have a whole prompt."
     )
     parser.add_argument("request_id", help="the `x-request-id` of the response, as in the server's log")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The stream on which the router has batches run."""
+"""The shard's end of the stream on which the router sends calls."""
 
 import asyncio
 from collections import deque
@@ -12,25 +12,24 @@ from tgi_server.shard import conversion
 from tgi_server.shard.tracing import RequestSpans
 from tgi_server.shard.turns import Turns
 
-# A call that was started: a step that has yet to be collected, an answer, or the error of the call. None: no more calls
-# come.
+# A call that was started: a step whose result has to be collected, an answer, or the call's error. None: the end of the
+# stream.
 Started = Step | pb.Answer | Exception | None
 
 
 class CallStream:
-    """Starts each call as soon as it comes, and answers them in turn.
+    """Starts each call as soon as it arrives, and answers the calls in order.
 
-    On a GPU the next call's step is started while the device still computes this one's; on a CPU a step that has been
-    started is done.
+    On a GPU the next step is started while the device still computes the current one; on a CPU a step has ended when
+    it has been started.
     """
 
     def __init__(
         self, engine: Engine, spans: RequestSpans | None, turns: Turns | None = None, *, alone: bool = True
     ) -> None:
-        """spans: of the requests, if they are collected. turns: with the thread that encodes texts, if there is
-        one. alone: no other shard computes the same steps.
+        """spans: None if no traces are collected. turns: shared with the thread of the encoders; None: there is none.
 
-        A shard that is alone forgets sequences as soon as they have ended.
+        alone: True if no other shard computes the same steps: sequences are then dropped as soon as they end.
         """
         self._engine = engine
         self._spans = spans
@@ -39,11 +38,11 @@ class CallStream:
         self._ended = False
         self._alone = alone
         self._calls = 0
-        self._unseen: deque[tuple[int, Step]] = deque()  # by the number of their calls
+        self._unseen: deque[tuple[int, Step]] = deque()  # call number and step, until all shards have answered it
         self._device_is_ahead = engine.info.device_type == "cuda"
 
     async def answers(self, calls: AsyncIterator[pb.Call]) -> AsyncGenerator[pb.Answer]:
-        """Yields the answers in order. Raises the error of a call that fails; the calls after it are not executed."""
+        """Yields the answers in order. Raises the error of a call that fails; later calls are not executed."""
         starting = asyncio.create_task(self._start_all(calls))
         try:
             while (started := await self._started.get()) is not None:
@@ -52,9 +51,9 @@ class CallStream:
             starting.cancel()
 
     def end(self, reason: str | None) -> None:
-        """Ends the stream: no further call is executed, and the engine forgets the batch.
+        """Ends the stream: no further call is executed, and the engine drops the batch.
 
-        reason: the reason, which `answers` raises as an InvalidCall and the spans report; None if the router wanted it.
+        reason: a message that `answers` raises as an InvalidCall and the spans report; None: the router ended it.
         """
         if not self._ended:
             self._ended = True
@@ -128,7 +127,7 @@ class CallStream:
         return pb.Answer(step=conversion.step_response(result))
 
     def _end_spans(self, error: str | None = None) -> None:
-        """Ends the spans of requests that have left the batch. error: the reason; None if the router wanted it."""
+        """Ends the spans of requests that have left the batch. error: the reason; None: the router removed them."""
         if self._spans is not None:
             batch = self._engine.batch
             self._spans.keep(batch.request_ids() if batch is not None else (), error)

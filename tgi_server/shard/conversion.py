@@ -1,4 +1,4 @@
-"""The engine's types as messages of `generate.proto`, and back."""
+"""Converts the engine's types to messages of `generate.proto`, and back."""
 
 from collections.abc import Iterable
 
@@ -63,7 +63,7 @@ def capacity(capacity: CacheCapacity, fallbacks: Iterable[str]) -> pb.WarmupResp
 
 
 def sequence(request: pb.Request) -> RunningSequence:
-    """Returns the request as the engine takes it. Raises InvalidCall for one without tokens to compute."""
+    """Returns a request as the engine's type. Raises InvalidCall if it has no tokens to compute."""
     return RunningSequence(
         request_id=request.id,
         input_ids=list(request.input_ids),
@@ -117,7 +117,7 @@ def _generation(generation: Generation) -> pb.Generation:
         finish_reason=finish_reason_to_message(generation.finish_reason),
     )
     if generation.logprob is not None:
-        # The grammar leaves no choice about a jump-forward token, so its probability is 1.
+        # The grammar forces jump-forward tokens, so their probability is 1.
         message.logprobs.extend((generation.logprob, *(0.0 for _ in generation.jump_forward)))
     if top := generation.top_tokens:
         message.top_tokens.add(ids=top.ids, logprobs=top.logprobs)

@@ -1,6 +1,4 @@
-"""Requests to encode texts and images, and the thread that computes them between the steps of the model that
-generates.
-"""
+"""The queue of texts and images to encode, and the thread that computes them between the steps of the engine."""
 
 import asyncio
 import logging
@@ -25,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Tokens that are encoded together, at most, if they are more than one text.
+# Maximum tokens of a batch of several texts.
 _MOST_TOKENS = 4_096
-# Tokens of the texts among which texts of similar length are looked for.
+# Tokens of the texts from which batches of similar length are formed.
 _WINDOW_TOKENS = 8 * _MOST_TOKENS
-# Tokens of a batch beside a model that generates, until it has been measured what a layer costs.
+# Maximum tokens of a batch, next to a text-generation model, before the cost of a layer has been measured.
 _UNMEASURED_TOKENS = 512
-# Batches that the cost of a token is the median of: one batch may have been disturbed.
+# Number of last batches whose median is the cost of a token: a single batch may have been disturbed.
 _RECENT_BATCHES = 15
 
 
@@ -39,8 +37,8 @@ _RECENT_BATCHES = 15
 class _Encoding:
     """One request.
 
-    left: the numbers of its texts that have not been computed, the shortest first. target_gap_s: between two tokens of
-    the model that generates.
+    left: indices of its texts that have not been computed, the shortest first. target_gap_s: target seconds between two
+    generated tokens of the text-generation model.
     """
 
     texts: Sequence[Text]
@@ -51,15 +49,17 @@ class _Encoding:
 
 
 class EncoderQueue:
-    """Computes the texts of all requests, texts of similar length together, in one thread.
+    """Encodes the texts of all requests in one thread, texts of similar length together.
 
-    Requests share the thread: of each batch's window every waiting request has an equal part.
+    Requests share the thread: each waiting request gets an equal share of a window of texts.
     """
 
     def __init__(
         self, encoders: Mapping[Task, Encoder], turns: Turns, device: torch.device = HOST, *, beside: bool = False
     ) -> None:
-        """turns: with the steps of a model that generates. device: of the encoders. beside: there is one."""
+        """turns: shared with the steps of the text-generation model. device: of the encoders. beside: True if there is
+        such a model.
+        """
         self.encoders = encoders
         self._beside = beside
         self.turns = turns
@@ -76,7 +76,10 @@ class EncoderQueue:
     async def encode(
         self, task: Task, texts: Sequence[Text], *, dimensions: int, unit: bool, target_gap_s: float | None
     ) -> Tensor:
-        """Returns [texts, columns] in float32. What the caller does not wait for any more is not computed."""
+        """Returns the values, float32 [texts, columns]. If the caller is cancelled, the rest is not computed.
+
+        dimensions: number of columns; 0: all. unit: True normalizes rows to length 1. target_gap_s: as in `Turns`.
+        """
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].ids))
         job = _Encoding(texts, order, target_gap_s, [None] * len(texts))
         with self._lock:
@@ -90,8 +93,10 @@ class EncoderQueue:
         return finished(values, dimensions, unit=unit)
 
     async def run(self, work: Callable[[Callable[[], None], Callable[[], float]], T], target_gap_s: float | None) -> T:
-        """Returns what `work` returns. It computes in pieces: it calls the first function that it is given before each,
-        and the second returns the seconds that the piece may take.
+        """Runs `work` in the thread, and returns its result.
+
+        work: computes in pieces. It gets two functions: one to call before each piece, and one that returns the seconds
+        that the piece may take.
         """
         return await asyncio.wrap_future(self._thread.submit(self._run, work, target_gap_s))
 
@@ -100,7 +105,7 @@ class EncoderQueue:
             return work(self.turns.pause, lambda: self.turns.piece_seconds(target_gap_s))
 
     def close(self) -> None:
-        """Ends the thread; requests that wait get no answer."""
+        """Ends the thread. Waiting requests get no answer."""
         with self._lock:
             for jobs in self._jobs.values():
                 for job in jobs:
@@ -109,7 +114,7 @@ class EncoderQueue:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, task: Task) -> None:
-        """Computes one window of texts, and comes again while any are left."""
+        """Computes one window of texts, and submits itself again while texts are left."""
         with self._lock:
             window = self._window(task)
         if not window:
@@ -129,7 +134,7 @@ class EncoderQueue:
         self._thread.submit(self._work, task)
 
     def _window(self, task: Task) -> list[tuple[_Encoding, int]]:
-        """Takes texts out of the queue: of every request its share, of a large one the longest first."""
+        """Takes texts out of the queue: from each request its share, the longest texts first."""
         jobs = self._jobs[task]
         window: list[tuple[_Encoding, int]] = []
         for job, others in zip(list(jobs), range(len(jobs), 0, -1), strict=True):
@@ -157,7 +162,7 @@ class EncoderQueue:
             self.turns.pause()
 
     def _most_tokens(self, task: Task, window: Sequence[tuple[_Encoding, int]]) -> int:
-        """Returns the most tokens of a batch whose layers each take no longer than a piece may."""
+        """Returns the maximum tokens of a batch such that each layer takes no longer than a piece may."""
         if not self._beside:
             return _MOST_TOKENS
         if not self._token_seconds[task]:
@@ -167,7 +172,7 @@ class EncoderQueue:
         return min(_MOST_TOKENS, int(seconds / cost))
 
     def _between_layers(self) -> None:
-        """Notes how long the last layer took, and lets a step that waits go first."""
+        """Measures the last layer, and lets a waiting step go first."""
         if self._layer_began is not None:
             self._layer_seconds.append(time.perf_counter() - self._layer_began)
         self.turns.pause()
@@ -175,6 +180,6 @@ class EncoderQueue:
 
 
 def _begin(threads: int, device: torch.device) -> None:
-    """Gives the thread that runs it as many threads of torch, and the device to compute on."""
+    """Sets the number of torch's threads, and the device, for the thread that calls it."""
     torch.set_num_threads(threads)
     use_device(device)

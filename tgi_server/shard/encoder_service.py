@@ -1,4 +1,4 @@
-"""Embedding and rerank models over gRPC, beside the model that generates or without one."""
+"""Embedding and rerank models over gRPC, with or without a text-generation model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tgi_server.shard.sleep_calls import SleepCalls
 
 
 def encoder_message(encoder: Encoder, model_id: str, folder: Path) -> pb.Encoder:
-    """Returns the facts about a model for the router."""
+    """Returns the description of a model for the router."""
     info = encoder.info
     return pb.Encoder(
         task=info.task,
@@ -38,7 +38,7 @@ def encoder_message(encoder: Encoder, model_id: str, folder: Path) -> pb.Encoder
 async def encode(
     queue: EncoderQueue | None, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
 ) -> pb.EncodeResponse:
-    """Returns the values of a request's texts. Ends the call where there is no such model."""
+    """Encodes a request's texts. Aborts the call if there is no model for the task."""
     if queue is None or request.task not in queue.encoders:
         await context.abort(grpc.StatusCode.NOT_FOUND, f"no model is loaded for the task {request.task!r}")
         raise AssertionError  # the call has ended
@@ -54,12 +54,12 @@ async def encode(
 
 
 class EncoderService(TextGenerationServiceServicer):
-    """The service of a shard that has no model which generates."""
+    """The service of a shard without a text-generation model."""
 
     def __init__(
         self, queue: EncoderQueue, encoders: Sequence[pb.Encoder], urls: tuple[str, str], sleep: SleepCalls
     ) -> None:
-        """urls: of this service, and of the GrammarService beside it, which compiles nothing. sleep: of the models."""
+        """urls: addresses of this service, and of the GrammarService, which has nothing to compile here."""
         first = encoders[0]
         self._queue = queue
         self._sleep = sleep

@@ -1,5 +1,5 @@
-"""Errors of a shard beside its engine's. `str()` of one is a line that says what to do."""
+"""Errors of a shard other than those of its engine. `str()` of one is a line that says what to do."""
 
 
 class GrammarsBusy(Exception):
-    """A grammar cannot be compiled now. The same may be compiled soon."""
+    """A grammar cannot be compiled now, but perhaps soon."""

@@ -1,4 +1,4 @@
-"""The queues of grammars to compile: ones that are known to be cheap, and ones that are tried in a sandbox first."""
+"""The queues of grammars to compile: those known to be cheap, and those that are tried in a sandbox first."""
 
 import hashlib
 import logging
@@ -21,7 +21,7 @@ from tgi_server.shard.errors import GrammarsBusy
 
 logger = logging.getLogger(__name__)
 
-# Compiled by every shard before the grammars of requests, so that these find what all share.
+# Compiled by every shard at its start, which fills caches that all grammars share.
 _FIRST_GRAMMAR = Grammar(GrammarKind.REGEX, "a")
 
 _REMEMBERED_FAULTS = 1_024
@@ -29,10 +29,11 @@ _SAVED_SECONDS = 16.0
 
 
 class _Job:
-    """A grammar to be compiled. size: bytes that it may take, if that is known. waiting: requests that wait for it.
+    """A grammar to be compiled.
 
-    leniency: how much of a lenient schema is left to the model from the beginning. clients: of the requests.
-    lane: in which it waits; None while it does not.
+    size: bytes that it may grow to, if that is known. waiting: number of requests that wait for it. leniency: level to
+    begin with, see `enforced_schema`. clients: names of the requests' clients. lane: the lane in which it waits; None
+    while it does not wait.
     """
 
     def __init__(self, grammar: Grammar, size: int | None, leniency: int) -> None:
@@ -46,15 +47,12 @@ class _Job:
 
 
 class _Lane:
-    """The waiting grammars with one limit of time. Clients take turns, and of a client's the one with the fewest bytes
-    goes first.
-    """
+    """A queue of grammars with the same time limit. Clients take turns; a client's smallest grammar goes first."""
 
     def __init__(self, cpu_seconds: float, niceness: int, threads: int, room: int, share: float) -> None:
-        """cpu_seconds: limit of one trial. niceness: of the trials' processes. room: grammars that may wait.
-
-        share: of a core that the trials may take in the long run. What they did not take for a while they may take
-        at once.
+        """cpu_seconds: limit of one trial. niceness: of the trials' processes. threads: number of trials at once. room:
+        maximum number of waiting grammars. share: share of a core that the trials may use in the long run; unused time
+        of the last _SAVED_SECONDS may be used at once.
         """
         self.cpu_seconds = cpu_seconds
         self.niceness = niceness
@@ -91,9 +89,7 @@ class _Lane:
 
     @contextmanager
     def turn(self) -> Iterator[_Job]:
-        """Waits for a job, and until the trials have computed no more than their share. Its turn lasts as long as the
-        context.
-        """
+        """Waits for a job, and until the trials have used no more than their share. The job's turn is the context."""
         while (early := self._paid_until - time.monotonic()) > 0:
             time.sleep(early)
         with self._changed:
@@ -108,19 +104,19 @@ class _Lane:
                 self._order.end(number)
 
     def pay(self, cpu_seconds: float) -> None:
-        """Has the next trials wait for as long as these seconds of computing are more than the share."""
+        """Charges CPU seconds of a trial. The next trials wait until the lane is within its share again."""
         with self._changed:
             saved = time.monotonic() - _SAVED_SECONDS
             self._paid_until = max(self._paid_until, saved) + cpu_seconds / self._share
 
 
 class GrammarQueue:
-    """Has each grammar tried in a sandbox, and compiles the ones that pass.
+    """Has grammars tried in a sandbox, and compiles those that pass.
 
-    Simple JSON schemas, and grammars that another shard has tried, have a lane of their own and no trial. Almost all
-    others are tried within milliseconds, in the quick lane. Grammars that take longer move to the slow one, where they
-    delay only each other. Requests for the same grammar that come together share its turn, and grammars that were
-    found wrong are remembered. Clients take turns, by the time that their grammars have taken.
+    Simple JSON schemas, and grammars that another shard has tried, have a separate lane without trials. Most others are
+    tried within milliseconds, in the quick lane. Grammars that take longer move to the slow lane, where they delay only
+    each other. Concurrent requests for the same grammar share a job, and errors of grammars are cached. Clients take
+    turns, by the time that their grammars have taken.
     """
 
     def __init__(self, compiler: GrammarCompiler, sandbox: Sandbox) -> None:
@@ -136,7 +132,7 @@ class GrammarQueue:
         self._faults: OrderedDict[bytes, str] = OrderedDict()
 
     def start(self) -> None:
-        """Starts the threads and the sandbox, which read the tokenizer first, unless they are there."""
+        """Starts the threads and the sandbox, unless they run. They read the tokenizer first."""
         with self._lock:
             started, self._started = self._started, True
             if started:
@@ -147,12 +143,12 @@ class GrammarQueue:
             threading.Thread(target=self._work, args=(lane, ready), name="grammars", daemon=True).start()
 
     def forget(self) -> None:
-        """Gives up the memory for grammars in this process and beside it; what is needed again is read again."""
+        """Frees the memory for grammars in this process, and ends the sandbox. Both are loaded again when needed."""
         self._sandbox.end_process()
         self.compiler.forget()
 
     def refresh(self) -> None:
-        """Reads the tokenizer again in the background, unless it is there."""
+        """Reads the tokenizer again in the background, unless it is loaded."""
         if self._started:
             for read in (self._sandbox.start, partial(self.compiler.compiled, _FIRST_GRAMMAR)):
                 threading.Thread(target=_suppressed, args=(read,), name="grammars", daemon=True).start()
@@ -182,12 +178,12 @@ class GrammarQueue:
         leniency: int = 0,
         client: str = "",
     ) -> int:
-        """Returns the bytes that the compiled grammar may take; or 0, when `gone` is done before: the client has left.
+        """Compiles a grammar, and returns the bytes that it may grow to; 0 if the client leaves first (`gone` is done).
 
-        size, leniency: what another shard found, which has tried it. client: whose turn it takes.
+        size, leniency: the result of another shard, which has tried it. client: the client's name, for fair scheduling.
 
-        Raises InvalidGrammar with one line that says what is wrong with the grammar, and GrammarsBusy when it is not
-        compiled within `seconds`, which begin when the tokenizer has been read.
+        Raises InvalidGrammar with a one-line reason, and GrammarsBusy if it is not compiled within `seconds`, counted
+        from the time at which the tokenizer has been read.
         """
         check_size(grammar)
         if (fault := self._known_fault(grammar)) is not None:
@@ -214,7 +210,7 @@ class GrammarQueue:
         return 0
 
     def _join(self, grammar: Grammar, size: int | None, leniency: int, client: str) -> tuple[_Job, _Job | None]:
-        """Returns the grammar's job, and the job that is refused for it."""
+        """Returns the grammar's job, and a job that is refused to make room for it, or None."""
         with self._lock:
             job, turned_away = self._running.get(grammar), None
             if job is None:
@@ -231,7 +227,7 @@ class GrammarQueue:
             return job, turned_away
 
     def _work(self, lane: _Lane, ready: threading.Event) -> None:
-        """Compiles one grammar after another. Runs in each of the lane's threads, without end."""
+        """Compiles one grammar after another, for ever. Runs in each of the lane's threads."""
         try:
             if lane is self._sure:
                 self.compiler.compiled(_FIRST_GRAMMAR)
@@ -247,7 +243,7 @@ class GrammarQueue:
                     self._run(job, lane)
 
     def _run(self, job: _Job, lane: _Lane) -> None:
-        """Compiles a grammar, or puts it into another lane."""
+        """Compiles a grammar, or moves it to another lane."""
         try:
             self._finish(job, self._compile(job, lane))
         except NoRoomForGrammar as error:
@@ -288,14 +284,14 @@ class GrammarQueue:
             self._finish(job, InvalidGrammar(fault))
 
     def _abandoned(self, job: _Job) -> bool:
-        """Returns True, and forgets the job, if no request waits for it any more."""
+        """Drops the job and returns True if no request waits for it any more."""
         with self._lock:
             if not job.waiting:
                 del self._running[job.grammar]
             return not job.waiting
 
     def _finish(self, job: _Job, outcome: int | Exception) -> None:
-        """Ends a job. outcome: bytes that the compiled grammar may take, or the error."""
+        """Ends a job. outcome: bytes that the compiled grammar may grow to, or the error."""
         with self._lock:
             del self._running[job.grammar]
         if isinstance(outcome, Exception):
@@ -320,6 +316,6 @@ def _suppressed(read: Callable[[], object]) -> None:
 
 
 def _digest(grammar: Grammar) -> bytes:
-    """Takes the place of a grammar that need not be stored."""
+    """Returns a digest that identifies a grammar, so that it need not be stored."""
     parts = (grammar.type.value, grammar.value, grammar.text, grammar.frame, *grammar.lenient)
     return hashlib.sha256(b"\0".join(part.encode(errors="surrogatepass") for part in parts)).digest()

@@ -1,4 +1,4 @@
-"""The gRPC service that compiles grammars beside the steps of the engine, without delaying them."""
+"""The gRPC service that compiles grammars concurrently with the engine's steps, without delaying them."""
 
 import threading
 from concurrent.futures import Future
@@ -14,12 +14,12 @@ from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.wire import grammar_from_message
 
-# On a machine that is busy with other things a trial of 0.1 s takes many times as long, since it has to give way.
+# Time-out. On a busy machine a trial of 0.1 s takes many times as long, because of its low priority.
 _SECONDS = 60.0
 
 
 class GrammarService(GrammarServiceServicer):
-    """Compiles grammars in threads of its own, because the event loop stands still while a step computes."""
+    """Compiles grammars in threads, because the event loop is blocked while a step computes."""
 
     def __init__(self, queue: GrammarQueue | None) -> None:
         """queue: None if the model's folder has no tokenizer."""
@@ -30,8 +30,8 @@ class GrammarService(GrammarServiceServicer):
     def Compile(self, request: pb.CompileRequest, context: grpc.ServicerContext) -> pb.CompileResponse:
         """Compiles a grammar. Responds with RESOURCE_EXHAUSTED if that takes too long: a later attempt may succeed.
 
-        A grammar is pinned before it is compiled, so that it is not forgotten in between. It is unpinned if compiling
-        fails, and if the client has gone, which may have released the pin before it was set.
+        A grammar is pinned before it is compiled, so that it is not evicted in between. It is unpinned if compiling
+        fails, or if the client is gone, which may have released the pin before it was set.
         """
         if self._queue is None:
             return pb.CompileResponse(error="the model's folder has no tokenizer")

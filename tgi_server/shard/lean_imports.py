@@ -17,14 +17,14 @@ _MASKS = f"{_DYNAMO}._trace_wrapped_higher_order_op"
 
 @contextmanager
 def lean_imports(*, whole: bool = False) -> Iterator[None]:
-    """Imports `transformers` without `torch._dynamo` and `torch.distributed.tensor`, and reads its models' files once.
+    """Imports `transformers` without `torch._dynamo` and `torch.distributed.tensor`, and scans its models' files once.
 
-    whole: `torch.distributed.tensor` is imported, too. Without it `transformers` cannot run models on several processes
-    for as long as this process lives.
+    whole: True imports `torch.distributed.tensor` as well. Without it, `transformers` cannot run a model on several
+    processes in this process.
 
-    `transformers` needs the first only for decorators that matter to `torch.compile`, and the second for its own tensor
-    parallelism. Later imports of both work as usual. A release of `transformers` that cannot be imported in this way is
-    imported as usual, when it is first needed.
+    `transformers` needs the first only for decorators of `torch.compile`, and the second for its own tensor
+    parallelism. Both can be imported later as usual. If a release of `transformers` cannot be imported in this way, it
+    is imported as usual when it is first needed.
     """
     if "transformers" in sys.modules or _DYNAMO in sys.modules:
         yield
@@ -55,10 +55,10 @@ def _remove_stand_ins() -> None:
 
 
 def _import_models() -> None:
-    """Imports `transformers.models` with what is known of it.
+    """Imports `transformers.models` without a second scan of its files.
 
-    `transformers` looks through more than a thousand files of models for the names that they export, when it is
-    imported itself, and a second time for this package.
+    `transformers` scans more than a thousand files of models for exported names when it is imported, and again for this
+    package. The second scan is replaced by the result of the first.
     """
     import_utils: Any = importlib.import_module("transformers.utils.import_utils")
     look_through = import_utils.define_import_structure
@@ -87,7 +87,7 @@ def _never() -> bool:
 
 
 class _StandIn(ModuleType):
-    """A stand-in for `torch._dynamo`, until more than its decorators is needed."""
+    """Replaces `torch._dynamo` until more than its decorators is needed."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -108,7 +108,7 @@ def _undecorated(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 def _masks() -> ModuleType:
-    """Returns a stand-in for the module of a context that `transformers` enters while it makes some kinds of masks."""
+    """Returns a replacement for the module of a context manager that `transformers` uses for some kinds of masks."""
 
     def make(*arguments: Any) -> Any:
         _remove_stand_ins()

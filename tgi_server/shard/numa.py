@@ -1,4 +1,4 @@
-"""Keeps a shard on the cores of one NUMA node (--numa); Linux then places what it writes in the memory of that node."""
+"""Keeps a shard on the cores of one NUMA node (--numa), so that Linux allocates its memory on that node."""
 
 import os
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def nodes(setting: str, folder: Path = _NODES) -> list[set[int]]:
-    """Returns the cores of each node that this process may use, in the order of the nodes.
+    """Returns, for each node, the cores that this process may use.
 
-    setting: "auto", or the cores of the nodes, as in "0-63;64-127". folder: describes the machine's nodes for "auto".
-    Raises ValueError.
+    setting: "auto", or the cores of each node, as in "0-63;64-127". folder: sysfs folder of the nodes, for "auto".
+
+    Raises ValueError if the setting is invalid, or has cores that this process may not use.
     """
     usable = os.sched_getaffinity(0)
     if setting == "auto":
@@ -30,7 +31,7 @@ def nodes(setting: str, folder: Path = _NODES) -> list[set[int]]:
 
 
 def cores(text: str) -> set[int]:
-    """Returns the cores of a list as Linux writes it, such as "0-3,8". Raises ValueError."""
+    """Parses a list of cores in Linux's format, such as "0-3,8". Raises ValueError."""
     found: set[int] = set()
     for item in filter(None, text.strip().split(",")):
         first, _, last = item.partition("-")
@@ -43,7 +44,7 @@ def cores(text: str) -> set[int]:
 def keep_to_node(setting: str, shard: int, shards: int) -> int:
     """Moves all threads of this process to the cores of its node. Returns the number of shards on these cores.
 
-    shard: its number among the `shards` of this machine. Raises EngineError.
+    shard: index of this shard among the `shards` of this machine. Raises EngineError.
     """
     try:
         found = nodes(setting)

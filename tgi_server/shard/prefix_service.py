@@ -1,4 +1,4 @@
-"""Files of cached prefixes: the shard's end of StoreFile and LoadFile."""
+"""The calls StoreFile and LoadFile: a shard writes and reads files of cached prefixes."""
 
 import asyncio
 import os
@@ -18,12 +18,12 @@ from tgi_server.prefix_files import DIGEST_BYTES, UnusableFile
 
 T = TypeVar("T")
 
-# A request waits for what is read; nobody waits for what is written, so steps go first.
+# Requests wait for reads but not for writes, so the writer has a lower priority than steps.
 _WRITER_NICENESS = 10
 
 
 class PrefixService:
-    """Writes and reads files in threads, one at a time each, while the event loop computes steps."""
+    """Writes and reads files in one thread each, while the event loop computes steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -32,7 +32,7 @@ class PrefixService:
         self._reader = ThreadPoolExecutor(1, "prefix-reader")
 
     def describe(self) -> pb.DescribeFilesResponse:
-        """Raises InvalidCall for a model that cannot have files. Has to be called after each warm-up."""
+        """Returns layout and sizes of the files. Call it after each warm-up. Raises InvalidCall without support."""
         self._store = store = self._engine.prefix_store()
         snapshot_bytes = store.snapshots.entry_bytes if store.snapshots is not None else 0
         return pb.DescribeFilesResponse(
@@ -40,7 +40,7 @@ class PrefixService:
         )
 
     async def store(self, request: pb.PrefixFile) -> int:
-        """Returns the bytes written. Raises InvalidCall."""
+        """Writes a file. Returns the bytes written. Raises InvalidCall."""
         return await self._run(
             self._writer,
             lambda store: store.store(
@@ -49,7 +49,7 @@ class PrefixService:
         )
 
     async def load(self, request: pb.PrefixFile) -> tuple[int, float]:
-        """Returns the bytes read, and the seconds that it took. Raises InvalidCall."""
+        """Reads from a file. Returns the bytes read, and the seconds that it took. Raises InvalidCall."""
 
         def load(store: PrefixStore) -> tuple[int, float]:
             began = time.perf_counter()
@@ -74,5 +74,5 @@ def _digests(request: pb.PrefixFile) -> list[bytes]:
 
 
 def _let_others_go_first() -> None:
-    with suppress(OSError):  # of a system whose threads have no priorities of their own
+    with suppress(OSError):  # on systems without priorities of threads
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)

@@ -55,19 +55,20 @@ logger = logging.getLogger(__name__)
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # The router pings a shard whose answer it awaits; by default gRPC takes that for an attack.
+    # The router pings a shard while it waits for an answer; by default gRPC closes connections with frequent pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
 STOP_SECONDS = 5
-# Calls to compile a grammar that run at once, each in a thread; gRPC refuses more. GrammarQueue has fewer places.
+# Maximum number of concurrent calls to compile a grammar, each in a thread; gRPC refuses more. GrammarQueue holds
+# fewer.
 _GRAMMAR_CALLS = 256
 # EX_SOFTWARE of sysexits.h: the device, or another shard, is lost.
 FATAL_STATUS = 70
 
 
 class LoadingProgress:
-    """Writes how far loading is, into the file beside the socket, and each new stage into the log."""
+    """Writes the progress of loading to a file next to the socket, and each new stage to the log."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -75,7 +76,7 @@ class LoadingProgress:
         self._stage = ""
 
     def report(self, stage: str, fraction: float) -> None:
-        """Does nothing for what is less far than before: a second model may be loaded, to draft for the first."""
+        """Reports a stage and the fraction done. Ignores less progress than before, as while a draft model loads."""
         percent = percent_of(stage, fraction)
         if percent <= self._percent:
             return
@@ -87,7 +88,10 @@ class LoadingProgress:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The models of a shard. engine: None where no model generates. encoders: by task, of the first shard only."""
+    """The models of a shard.
+
+    engine: the text-generation model, or None. encoders: embedding and rerank models by task, in the first shard only.
+    """
 
     engine: Engine | None
     group: ShardGroup | None
@@ -100,9 +104,9 @@ def load(
     speculative_model: Path | None = None,
     encoder_paths: Mapping[Task, Path] | None = None,
 ) -> Loaded:
-    """Loads the models, that which generates together with the other shards. model_path: None: no model generates.
+    """Loads the models; the text-generation model together with the other shards. model_path: None: there is none.
 
-    Raises SystemExit after one line when one cannot be loaded.
+    Raises SystemExit, after a one-line message, if a model cannot be loaded.
     """
     report_to(LoadingProgress(shard_socket(settings.uds_path, settings.rank)).report)
     try:
@@ -136,19 +140,19 @@ def load_models(
 
 
 def _fits_twice(model_path: Path) -> bool:
-    """Returns True if the weights fit into the memory even where plain torch computes 16 bits in 32."""
+    """Returns True if the weights fit into memory even if plain torch converts 16-bit weights to 32 bits."""
     return 2 * sum(file.stat().st_size for file in model_path.glob("*.safetensors")) < available_ram()
 
 
 def serve(settings: ShardSettings, model_path: Path | None, encoder_paths: Mapping[Task, Path], loaded: Loaded) -> None:
     """Serves the models until SIGTERM or SIGINT."""
-    # Objects made while loading live as long as the process: the garbage collector need not walk them again and again.
+    # Objects created while loading live as long as the process, so the garbage collector need not visit them again.
     gc.collect()
     gc.freeze()
     malloc_trim()
     uvloop.run(_serve(settings, model_path, encoder_paths, loaded))
     if loaded.group is not None and loaded.engine is not None and loaded.engine.info.device_type == "cuda":
-        _end_at_once(0)  # NCCL waits for graphs with its kernels, which are still there, before it lets a process end
+        _end_at_once(0)  # otherwise NCCL waits at exit for CUDA graphs with its kernels, which still exist
 
 
 def engine_config(
@@ -205,16 +209,16 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
 
 
 def _check_gpus(settings: ShardSettings) -> None:
-    """Raises CannotConnect when torch cannot use the GPU that this process was given, or requested.
+    """Raises CannotConnect if torch cannot use a GPU that this process was assigned or requested.
 
-    A torch without CUDA runs on the CPU, with a warning, of a machine whose GPU was not requested.
+    A torch without CUDA uses the CPU, with a warning, if the machine has a GPU that was not requested.
     """
     try:
         if torch.cuda.is_available():
             torch.ones(2, device=_device(settings)).sum().item()  # a GPU that is too old for this torch fails here
             return
         if torch.version.cuda is not None:
-            torch.cuda.init()  # says why there is none
+            torch.cuda.init()  # raises the reason why there is none
         reason = "this torch is built without CUDA"
     except (RuntimeError, AssertionError) as error:
         reason = f"torch cannot use it: {str(error).strip().splitlines()[0]}"
@@ -232,7 +236,7 @@ def _local_rank(settings: ShardSettings) -> int:
 
 
 def _device(settings: ShardSettings) -> torch.device:
-    """Returns the device of this shard. Raises CannotConnect when this machine has fewer GPUs than shards."""
+    """Returns the device of this shard. Raises CannotConnect if this machine has fewer GPUs than shards."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = _local_rank(settings)
@@ -248,7 +252,7 @@ def _device(settings: ShardSettings) -> torch.device:
 
 
 def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: ShardSettings) -> str:
-    """Makes the server listen on its socket, and on a port if settings say so. Returns the address for the router."""
+    """Makes the server listen on its socket, or also on a port (listen_address). Returns the address for the router."""
     url = f"unix://{socket}"
     socket.unlink(missing_ok=True)
     server.add_insecure_port(url)
@@ -261,7 +265,7 @@ def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: Shard
 
 
 class Services:
-    """The services of a shard: `generation`, and `grammars` beside it."""
+    """The services of a shard: `generation` and `grammars`."""
 
     def __init__(
         self,
@@ -274,7 +278,7 @@ class Services:
         on_fatal: Callable[[], None],
         spans: RequestSpans | None = None,
     ) -> None:
-        """places, on_fatal, spans: of TextGenerationService."""
+        """places, on_fatal, spans: as in TextGenerationService."""
         engine = loaded.engine
         self._queue = _grammar_queue(engine, model_path) if engine is not None and model_path is not None else None
         encodes = bool(loaded.encoders) or (engine is not None and engine.tower is not None)
@@ -306,7 +310,7 @@ class Services:
         )
 
     def close(self) -> None:
-        """Ends what is computed, the threads, and the processes of grammars."""
+        """Ends running batches, the threads, and the sandbox of grammars."""
         if isinstance(self.generation, TextGenerationService):
             self.generation.end_run("the shard is shutting down")
         if self._encoders is not None:
@@ -350,7 +354,7 @@ async def _serve(
 
 
 def _end_at_once(status: int = FATAL_STATUS) -> None:
-    """Ends the process without its clean-up, which would wait for a device that is lost, or needs memory."""
+    """Ends the process without clean-up, which could wait for a lost device, or need memory."""
     try:
         flush_log()
     finally:
@@ -358,7 +362,7 @@ def _end_at_once(status: int = FATAL_STATUS) -> None:
 
 
 def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handles uncaught exceptions: after a MemoryError gRPC's own tasks may have ended, and their calls hang."""
+    """Handles uncaught exceptions. Ends the process after a MemoryError, as gRPC's own tasks may have ended with it."""
     if isinstance(context.get("exception"), MemoryError):
         logger.critical("out of memory: this shard ends; lower --cpu-memory")
         _end_at_once()

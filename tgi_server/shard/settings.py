@@ -1,4 +1,4 @@
-"""Settings of `text-generation-server`: one class for each command, built from classes that the launcher takes, too."""
+"""Settings of `text-generation-server`: one class for each command, built from classes that the launcher uses, too."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from tgi_server import demo_model
 from tgi_server.contract import MOST_DRAFTED, Task
 from tgi_server.hub_ids import HubId, read_hub_id
 
-# The values of --quantize that agree with the `quant_method` of a checkpoint.
+# The values of --quantize that are allowed for a checkpoint with a `quant_method`.
 QUANTIZE_OF_METHOD: Mapping[str, tuple[str, ...]] = {
     "awq": ("awq",),
     "bitsandbytes": ("bitsandbytes", "bitsandbytes-fp4", "bitsandbytes-nf4"),
@@ -22,7 +22,7 @@ QUANTIZE_OF_METHOD: Mapping[str, tuple[str, ...]] = {
     "gptq": ("gptq", "marlin"),
     "mxfp4": (),
 }
-# The values of --quantize that round weights while loading, with the bytes that are left of each weight, or fewer.
+# The values of --quantize that quantize weights while loading, with the maximum bytes per weight.
 ROUNDED_BYTES: Mapping[str, float] = {
     "bitsandbytes": 1.0,
     "bitsandbytes-fp4": 0.5,
@@ -40,7 +40,7 @@ IN_CONFIG_ONLY = RefusedSetting("not supported yet; set rope_parameters in the m
 
 
 class CheckpointSettings(ServiceSettings):
-    """Settings of every command and of the launcher that identify the model, beside its name."""
+    """Settings of all commands and of the launcher that identify the model, except its id."""
 
     help_groups: ClassVar[Mapping[str, str]] = {
         "revision": "Model",
@@ -62,7 +62,7 @@ class CheckpointSettings(ServiceSettings):
     @model_validator(mode="before")
     @classmethod
     def _reads_addresses(cls, values: Any) -> Any:
-        """Takes the address of a model's page, or of its GGUF file, for the model id and the revision."""
+        """Converts the URL of a model's page, or of its GGUF file, to model id and revision."""
         if not isinstance(values, dict) or not isinstance(given := values.get("model_id"), str):
             return values
         model_id, revision = read_hub_id(given)

@@ -1,4 +1,4 @@
-"""The calls Sleep and Wake of a shard: one at a time, and not while its encoders compute."""
+"""The calls Sleep and Wake of a shard. They run one at a time, and not while encoders compute."""
 
 import asyncio
 import logging
@@ -20,8 +20,8 @@ T = TypeVar("T")
 class SleepCalls:
     """Puts the models of a shard to sleep, and wakes them.
 
-    Steps run on the event loop, so the router sends none meanwhile; encoders have a thread of their own, in which the
-    models fall asleep, too.
+    The router sends no steps meanwhile. Encoders compute in a thread, in which the models are put to sleep and woken,
+    too.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class SleepCalls:
         grammars: GrammarQueue | None,
         on_fatal: Callable[[], None],
     ) -> None:
-        """encoders: None: nothing is computed beside the steps. grammars: None: there are none. on_fatal: called when
-        the weights are lost.
+        """encoders: None: only steps are computed. grammars: None: there are none. on_fatal: called if the weights are
+        lost.
         """
         self._model = model
         self._encoders = encoders
@@ -47,7 +47,7 @@ class SleepCalls:
             raise InvalidCall("the model sleeps; wake it first")
 
     async def sleep(self, request: pb.SleepRequest) -> pb.SleepResponse:
-        """Raises InvalidCall, also for models that cannot sleep."""
+        """Puts the models to sleep. Raises InvalidCall, also for models that cannot sleep."""
         began = time.perf_counter()
         async with self._lock:
             if request.grammars and self._grammars is not None:
@@ -60,7 +60,7 @@ class SleepCalls:
         return pb.SleepResponse(released_bytes=released)
 
     async def wake(self) -> pb.WakeResponse:
-        """Ends the process if the weights cannot be read back."""
+        """Wakes the models. Ends the process if the weights cannot be read back."""
         began = time.perf_counter()
         async with self._lock:
             if not self._model.asleep:
@@ -77,7 +77,7 @@ class SleepCalls:
         return pb.WakeResponse()
 
     async def _alone(self, work: Callable[[], T]) -> T:
-        """Returns the result of a function that runs while no encoder computes."""
+        """Runs `work` while no encoder computes. Returns its result."""
         if self._encoders is None:
             return await asyncio.to_thread(work)
         return await self._encoders.run(lambda pause, piece_seconds: work(), None)

@@ -1,4 +1,4 @@
-"""Spans of what a shard computes for a request: its prefill, then its decode, in the trace that the router named."""
+"""Spans of a shard's work for a request: its prefill, then its decode, in the router's trace."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tgi_server.engine.step import Generation
 
 @dataclass(slots=True)
 class _Traced:
-    """A request of the batch. steps: that gave it tokens. in_batch: the sizes of the batch in them, added up."""
+    """A request of the batch. steps: number of decode steps. in_batch: sum of the batch sizes in these steps."""
 
     context: Context
     span: Span
@@ -24,19 +24,19 @@ class _Traced:
 
 
 class RequestSpans:
-    """The open span of each request in the batch that has a trace: `prefill` until its first token, then `decode`.
+    """The open span of each traced request in the batch: `prefill` until its first token, then `decode`.
 
-    A request that comes back after a preemption has both once more.
+    A request that resumes after a preemption gets both again.
     """
 
     def __init__(self, tracer: Tracer, rank: int) -> None:
-        """rank: which shard this is; an attribute of its spans."""
+        """rank: rank of this shard, an attribute of its spans."""
         self._tracer = tracer
         self._rank = rank
         self._requests: dict[int, _Traced] = {}
 
     def joining(self, requests: Iterable[pb.Request]) -> None:
-        """Opens the spans of requests that join the batch, before the step that they join with."""
+        """Opens the spans of requests that join the batch. Call it before their first step."""
         for request in requests:
             if request.trace_context:
                 context = extract_context(request.trace_context)
@@ -46,7 +46,7 @@ class RequestSpans:
                 self._requests[request.id] = _Traced(context, span)
 
     def stepped(self, generations: Iterable[Generation], batch_size: int) -> None:
-        """Notes the tokens that a step gave the requests. batch_size: requests in that step."""
+        """Records the tokens of a step. batch_size: number of requests in that step."""
         counted = set()  # requests that have several tokens of this step
         for generation in generations:
             traced = self._requests.get(generation.request_id)
@@ -64,7 +64,7 @@ class RequestSpans:
                 self._end(generation.request_id, reason, generation.error)
 
     def keep(self, request_ids: Iterable[int], error: str | None = None) -> None:
-        """Ends the spans of all others. error: what made them leave, unless they were done or cancelled."""
+        """Ends the spans of all other requests. error: the reason, unless they were done or cancelled."""
         for request_id in self._requests.keys() - set(request_ids):
             self._end(request_id, None, error)
 

@@ -1,4 +1,4 @@
-"""Turns of steps and of other work, such as vision towers, on the same device."""
+"""Alternates steps and other work, such as vision towers, on the same device."""
 
 import threading
 import time
@@ -6,18 +6,18 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A usual step takes as long as a quarter of these last ones at most: prompts, and programs that prepare images, make
+# The duration of a usual step is the first quartile of the last ones: prompts, and programs that prepare images, make
 # many steps in a row longer.
 _RECENT_STEPS, _USUAL = 60, 0.25
-# The gap between two tokens that the pieces of other work leave, in usual steps, unless the router has a target.
+# Target for the time between two tokens, in usual steps, unless the router has a target.
 _GAP_STEPS = 2.0
-# The part of a gap that a step and a piece may fill: there is more between two tokens than these.
+# The share of this time that a step and a piece may fill: other things need time, too.
 _FILLED = 0.9
-# The least that a piece takes, in usual steps, so that other work progresses beside steps that leave no room.
+# Minimum duration of a piece, in usual steps, so that other work progresses even if steps leave no time.
 _LEAST_STEPS = 0.1
-# Seconds of a piece while no step is computed. A step that comes waits for it.
+# Seconds of a piece while no step is computed. A new step waits for it.
 _IDLE_PIECE_SECONDS = 0.05
-# Steps that are further apart do not follow each other.
+# Seconds without a step after which the engine counts as idle.
 _IDLE_SECONDS = 0.5
 
 
@@ -26,9 +26,9 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._steps = 0  # that wait, or are computed
+        self._steps = 0  # number of steps that wait or are computed
         self._stepping = False
-        self._pieces = 0  # that wait
+        self._pieces = 0  # number of pieces that wait
         self._piece = False
         self._piece_is_next = True
         self._recent = deque[float](maxlen=_RECENT_STEPS)
@@ -36,7 +36,7 @@ class Turns:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Waits for the piece that is computed, or whose turn it is, and keeps further pieces from beginning."""
+        """Waits for the piece that is computed or has its turn, and blocks further pieces in the context."""
         with self._changed:
             self._steps += 1
             self._changed.wait_for(
@@ -70,16 +70,17 @@ class Turns:
             self._end()
 
     def pause(self) -> None:
-        """Lets a step that waits go first."""
+        """Lets a waiting step go first."""
         if self._steps:
             with self._changed:  # so that the piece waits before the step can end
                 self._end()
                 self._begin()
 
     def piece_seconds(self, target_gap_s: float | None) -> float:
-        """Returns how long the next piece may take. target_gap_s: between two tokens; None: two usual steps.
+        """Returns how many seconds the next piece may take.
 
-        With the last step, or a usual one if that is longer, it fills the gap.
+        target_gap_s: target for the time between two tokens; None: two usual steps. The piece fills this time together
+        with a step: the last one, or a usual one if that is longer.
         """
         with self._changed:
             if not self._steps and time.perf_counter() - self._stepped_at > _IDLE_SECONDS:

@@ -160,7 +160,7 @@ class SharedParameters(TextParameters):
         default=False, description="Send the token ids of the prompt and of the answer: vLLM's name."
     )
     explain_prefix: bool = Field(
-        default=False, description="Report in the usage why the prompt was not wholly found in the prefix cache."
+        default=False, description="Explain in the usage why the prefix cache did not have the whole prompt."
     )
     response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's way to ask for a form.")

@@ -96,7 +96,7 @@ def _in_memory(service: Service, started: str) -> Iterator[OllamaModel]:
 
 
 def _all_models(service: Service, started: str) -> Iterator[OllamaModel]:
-    """Yields all models of the server; of those that have not been loaded, only the names."""
+    """Yields all models of the server; models that have not been loaded have only names."""
     for each in service.listed():
         if each.service is not None:
             yield from _models(each.service, started)
@@ -105,13 +105,13 @@ def _all_models(service: Service, started: str) -> Iterator[OllamaModel]:
 
 
 def _known(service: Service) -> str:
-    """Returns the models, in the words of a refusal."""
+    """Returns the rest of an error message: which models the server has."""
     names = ", ".join(repr(model.name) for model in _all_models(service, ""))
     return f"this server has {names}, which it was started with"
 
 
 def _models(service: Service, started: str) -> Iterator[OllamaModel]:
-    """Yields the models by all their names, and the adapters. started: when the server did."""
+    """Yields a service's model by all its names, its adapters and its encoders. started: the server's start time."""
     model = service.model
     if service.generates:
         capabilities = _capabilities(service)

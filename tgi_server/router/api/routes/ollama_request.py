@@ -1,4 +1,4 @@
-"""A request of Ollama's interface as the chat that is to be answered."""
+"""Converts requests of Ollama's API to conversations."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,14 +28,14 @@ _TAG = ":latest"
 
 
 def without_tag(service: Service, model: str | None) -> str | None:
-    """Returns the name of a model without the tag that Ollama's clients add to names that have none."""
+    """Returns a model's name without the tag `:latest`, which Ollama's clients add to names without a tag."""
     return model if model is None or service.is_served(model) else model.removesuffix(_TAG)
 
 
 async def prepare_ollama(
     admission: Admission, request: OllamaChatRequest | OllamaGenerateRequest
 ) -> tuple[Conversation, PreparedRequest]:
-    """Returns the conversation, and what the scheduler takes, with the reader of its answers. Raises InvalidRequest."""
+    """Returns a request's conversation, and prepares it for the scheduler. Raises InvalidRequest."""
     if not isinstance(request, OllamaGenerateRequest) or not request.raw:
         return await prepare_chat(admission, Dialect.OLLAMA, lambda: _requested(admission, request))
     for name in ("system", "images", "think"):
@@ -49,7 +49,7 @@ async def prepare_ollama(
 
 
 def _requested(admission: Admission, request: OllamaChatRequest | OllamaGenerateRequest) -> Asked:
-    """Returns what the request asks for. Takes time in proportion to its size. Raises InvalidRequest."""
+    """Converts a request to a conversation and options. Takes time in proportion to its size. Raises InvalidRequest."""
     think = request.think
     if think and admission.service.text.answer_form.thoughts(None) is None:
         raise InvalidRequest.at("think", "cannot be used: this model does not support thinking")
@@ -68,7 +68,7 @@ def _requested(admission: Admission, request: OllamaChatRequest | OllamaGenerate
 
 
 def _options(admission: Admission, request: OllamaGenerationRequest) -> GenerationOptions:
-    """Returns the generation options, with the form of the answer. Raises InvalidRequest, or NoSuchModel."""
+    """Returns the generation options, including the grammar. Raises InvalidRequest, or NoSuchModel."""
     service = admission.service
     options = admission.options(request.options, Dialect.OLLAMA, streams=request.stream)
     if (tops := request.top_logprobs) > (most := service.options.limits_of(Dialect.OLLAMA).max_top_n_tokens):
@@ -87,8 +87,10 @@ def _form(request: OllamaGenerationRequest) -> Grammar | None:
 
 
 def _turns(messages: Sequence[OllamaTurn]) -> Iterator[Turn]:
-    """Yields the messages as turns. Results that name no call answer the calls before them, in their order: most of
-    Ollama's clients know no ids.
+    """Yields the messages as turns.
+
+    Tool results without an id are matched with the preceding calls in order, as most of Ollama's clients do not use
+    ids.
     """
     made = 0
     open_calls: list[PastCall] = []
@@ -107,12 +109,12 @@ def _turns(messages: Sequence[OllamaTurn]) -> Iterator[Turn]:
 
 
 def _past_call(call: OllamaPastCall, number: int) -> PastCall:
-    """Returns the call, with an id of nine characters if it has none: some templates want as many."""
+    """Returns a call; if it has no id, with one of nine characters, which some templates require."""
     return PastCall(call.id or f"call{number:05d}", call.function.name, call.function.arguments)
 
 
 def _answered(calls: Sequence[PastCall], result: OllamaTurn) -> PastCall | None:
-    """Returns the call that a result answers; None: it names another one, or there is none."""
+    """Returns the call to which a result belongs; None if there is none, or it names an unknown one."""
     if result.tool_call_id is not None:
         return next((call for call in calls if call.id == result.tool_call_id), None)
     return next((call for call in calls if result.tool_name in (None, call.name)), None)

@@ -40,14 +40,14 @@ _FINISH_REASONS = {
 
 
 def finish_reason(reason: FinishReason) -> str:
-    """Returns OpenAI's name of it."""
+    """Returns OpenAI's name of a finish reason."""
     return _FINISH_REASONS[reason]
 
 
 def openai_options(
     admission: Admission, request: SharedParameters | ResponsesRequest, dialect: Dialect
 ) -> GenerationOptions:
-    """Returns the options of a request of OpenAI's interface. Raises InvalidRequest, or NoSuchModel."""
+    """Returns the options of a request of OpenAI's API. Raises InvalidRequest, or NoSuchModel."""
     options = admission.options(request, dialect, streams=request.stream)
     return replace(options, adapter_id=named_adapter(admission.service, request.model))
 
@@ -55,7 +55,8 @@ def openai_options(
 def named_adapter(service: Service, model: str | None) -> str | None:
     """Returns the adapter that the field `model` names; None for the model itself.
 
-    A server that has no adapters takes any name, because clients often have one of another server. Raises NoSuchModel.
+    A server without adapters accepts any name, because clients often send the name of another server's model. Raises
+    NoSuchModel.
     """
     if not model or service.model.is_named(model):
         return None
@@ -70,9 +71,9 @@ def named_adapter(service: Service, model: str | None) -> str | None:
 
 
 def requested_form(request: SharedParameters) -> Grammar | None:
-    """Returns the form that the answer must have, whichever of the fields asks for it; None for any text.
+    """Returns the grammar of the answer, from any of the fields that can set one; None for any text.
 
-    Raises InvalidRequest when several do, and when members are wanted of an answer that has none.
+    Raises InvalidRequest if several fields set different ones, or if members are requested without a JSON schema.
     """
     outputs = request.structured_outputs or StructuredOutputs()
     schemas = {
@@ -91,7 +92,7 @@ def requested_form(request: SharedParameters) -> Grammar | None:
         *(_choice(texts, place) for place, texts in choices.items() if texts is not None),
         *(Grammar(GrammarKind.LARK, text, place=place) for place, text in larks.items() if text is not None),
     ]
-    # Clients may say the same in several fields; of equal ones, the strictest counts.
+    # Clients may set the same grammar in several fields; among equal ones, the strictest counts.
     asked = sorted(filter(None, found), key=lambda form: len(form.lenient))
     forms = list({(form.type, form.value): form for form in reversed(asked)}.values())
     if len(forms) > 1:
@@ -109,7 +110,7 @@ def requested_form(request: SharedParameters) -> Grammar | None:
 
 
 def wants_members(request: SharedParameters) -> bool:
-    """Returns True if the members of answers in JSON are to be sent as they are complete."""
+    """Returns True if members of a JSON answer are to be sent as soon as each is complete."""
     return request.stream_options is not None and request.stream_options.include_members
 
 
@@ -120,12 +121,12 @@ def _choice(texts: Sequence[str], place: str) -> Grammar:
 
 
 def _escaped(text: str) -> str:
-    """Returns the text as a regular expression, made in pieces, so that other threads run in between."""
+    """Returns a regular expression for the text. Works in pieces, so that other threads can run in between."""
     return "".join(re.escape(text[start : start + _PIECE]) for start in range(0, len(text), _PIECE))
 
 
 def envelope(identity: str, model: ModelDescription, adapter_id: str | None) -> dict[str, Any]:
-    """Returns the members that every object of one response has.
+    """Returns the members that all objects of a response have in common.
 
     identity: the beginning of the `id`. adapter_id: the adapter that the request names.
     """
@@ -138,7 +139,7 @@ def envelope(identity: str, model: ModelDescription, adapter_id: str | None) -> 
 
 
 def explanation_of(miss: PrefixMiss) -> PrefixExplanation:
-    """Returns what the prefix cache had of a prompt, for the response."""
+    """Converts the explanation of a prefix-cache miss for the response."""
     found = miss.difference
     shown = None
     if found is not None:
@@ -156,7 +157,7 @@ def explanation_of(miss: PrefixMiss) -> PrefixExplanation:
 def usage_of(
     prompt_tokens: int, streams: Iterable[AnyStream], cached_tokens: int, miss: PrefixMiss | None = None
 ) -> Usage:
-    """cached_tokens: tokens of the prompts that had been computed for others. miss: what is reported of it."""
+    """Returns the usage. cached_tokens: number of prompt tokens from the prefix cache. miss: adds its explanation."""
     completion_tokens = sum(stream.generated_tokens for stream in streams)
     return Usage(
         prompt_tokens=prompt_tokens,

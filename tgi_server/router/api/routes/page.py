@@ -1,4 +1,4 @@
-"""The page that a browser sees at `/`. Everything on it comes from this server; programs see no difference."""
+"""The page at `/` for browsers. All of its files come from this server. Other clients do not get it."""
 
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
@@ -26,7 +26,7 @@ class _PageFile(NamedTuple):
 
 
 def _files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _PageFile]]:
-    """Yields the page's files with their names, such as `chat/composer.js`."""
+    """Yields the page's files, by names such as `chat/composer.js`."""
     for entry in folder.iterdir():
         media_type = _TYPES.get(entry.name.rpartition(".")[2])
         if entry.is_dir():
@@ -40,7 +40,7 @@ _FILES = dict(_files_below(files("tgi_server.router.api") / "static"))
 
 
 def wants_page(headers: Mapping[str, str]) -> bool:
-    """Returns True if a browser asks: it names text/html, which programs do not."""
+    """Returns True for a browser: it accepts text/html, which programs do not ask for."""
     return "text/html" in headers.get("accept", "")
 
 
@@ -50,7 +50,7 @@ def page(status: int = 200) -> Response:
 
 
 def page_while_loading(method: str, path: str, headers: Headers) -> Response | None:
-    """Returns the response of a server that still loads its model, if a browser asks for the page or a file of it."""
+    """Returns the response to a browser's request for the page or its files while the model loads; else None."""
     if method not in ("GET", "HEAD"):
         return None
     if path == "/" and wants_page(headers):
@@ -60,7 +60,7 @@ def page_while_loading(method: str, path: str, headers: Headers) -> Response | N
 
 
 def page_routes() -> list[Route]:
-    """Serves the files that the page consists of."""
+    """Returns the routes of the page's files."""
 
     async def static(request: Request) -> Response:
         return _respond(request.path_params.get("name", "favicon.svg"), request.headers)

@@ -12,12 +12,13 @@ from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
 _DATA_BEGINS = "![](data:image/"
-# TGI's form of an image, whatever its URL is. One that is never closed is matched up to the end, which ends the scan.
+# TGI's notation of an image, with any URL. An unclosed one is matched up to the end of the text, which keeps the scan
+# linear.
 _MARKDOWN = re.compile(r"!\[\]\(([^)]*)(\)?)")
 
 
 def check_images(service: Service, sources: Sequence[ImageSource]) -> None:
-    """Raises InvalidRequest if there are images, and the model reads none."""
+    """Raises InvalidRequest if there are images but the model reads none."""
     if sources and service.text.images is None:
         raise InvalidRequest(f"images are not supported: {service.text.no_images}", param=sources[0].place)
 
@@ -25,7 +26,7 @@ def check_images(service: Service, sources: Sequence[ImageSource]) -> None:
 async def with_images(
     admission: Admission, prompt: RenderedPrompt, sources: Sequence[ImageSource], salt: str | None = None
 ) -> RenderedPrompt:
-    """Returns the prompt with the tokens of its images. salt: the request's `cache_salt`.
+    """Adds the tokens of images to a prompt. salt: the request's `cache_salt`.
 
     Raises InvalidRequest.
     """
@@ -44,11 +45,11 @@ async def _read(
 
 
 async def markdown_prompt(admission: Admission, prompt: str, field: str, salt: str | None = None) -> RenderedPrompt:
-    """Returns a prompt in which Markdown images, as TGI has them, are the tokens of images. Raises InvalidRequest.
+    """Replaces TGI's Markdown images in a prompt by the tokens of the images. Raises InvalidRequest.
 
-    For a model that reads none, Markdown with URLs is text; the data of an image is refused.
+    If the model reads no images, Markdown with URLs is plain text, but data URLs of images are refused.
 
-    field: the prompt's. salt: the request's `cache_salt`.
+    field: the prompt's field in the request. salt: the request's `cache_salt`.
     """
     service, text = admission.service, admission.service.text
     reader = text.images
@@ -71,7 +72,7 @@ async def markdown_prompt(admission: Admission, prompt: str, field: str, salt: s
 
 
 def _split(prompt: str, field: str, most: int) -> tuple[list[str], list[ImageSource]]:
-    """Returns the texts around the images of a prompt, and the images. Raises ContextOverflow for more than `most`."""
+    """Splits a prompt into the texts between images, and the images. Raises ContextOverflow for more than `most`."""
     texts: list[str] = []
     sources: list[ImageSource] = []
     end = 0

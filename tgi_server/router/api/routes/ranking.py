@@ -1,6 +1,6 @@
-"""/rerank and /predict of Text Embeddings Inference (TEI); /v1/rerank and /v2/rerank, Jina's and Cohere's.
+"""/rerank and /predict of Text Embeddings Inference (TEI); /v1/rerank of Jina's API, and /v2/rerank of Cohere's.
 
-/rerank also takes Jina's form, as vLLM does.
+/rerank also accepts Jina's requests, as vLLM does.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from tgi_server.router.service import Service
 from tgi_server.router.text.decisions import softmax
 from tgi_server.router.text.encoder import Fitting, ServedEncoder, Values
 
-# Of a label with its score in a response, beside its name.
+# Bytes of a label and its score in a response, without its name.
 _LABEL_BYTES = 40
 # Pairs that Cohere counts as one search.
 _PAIRS_OF_A_SEARCH = 100
@@ -77,7 +77,10 @@ async def _rank(admission: Admission, request: RankRequest) -> Response:
 
 
 async def _rerank(admission: Admission, request: RerankRequest, *, version: str) -> Response:
-    """Longer documents are cut, as Jina and Cohere do. version: 1 for Jina's interface, 2 for Cohere's."""
+    """Responds with scores. Truncates documents that are too long, as Jina and Cohere do.
+
+    version: 1 for Jina's API, 2 for Cohere's.
+    """
     encoder = _scorer(admission, request.model)
     most = request.max_tokens_per_doc or request.truncate_prompt_tokens
     fitting = Fitting("documents", cut=True, most=most if most and most > 0 else None)
@@ -138,7 +141,7 @@ async def _predict(admission: Admission, request: PredictRequest) -> Response:
 
 
 def _scorer(admission: Admission, model: str | None) -> ServedEncoder:
-    """Returns the rerank model. Raises InvalidRequest for a model of several labels: none of them is the score."""
+    """Returns the rerank model. Raises InvalidRequest if it has several labels, so that no single score exists."""
     encoder = served_encoder(admission, "rank", model)
     if encoder.info.columns > 1:
         raise InvalidRequest(
@@ -152,7 +155,7 @@ def _scores(values: Values, *, raw: bool = False) -> list[float]:
 
 
 def _probabilities(logits: Sequence[float]) -> list[float]:
-    """Returns the softmax of several labels' logits, or the sigmoid of one's."""
+    """Returns the softmax of the labels' logits, or the sigmoid of a single logit."""
     return softmax(logits) if len(logits) > 1 else [_sigmoid(logits[0])]
 
 
@@ -161,5 +164,5 @@ def _sigmoid(logit: float) -> float:
 
 
 def _sorted(scores: Sequence[float]) -> list[tuple[int, float]]:
-    """Returns the numbers of scores with them, the highest first."""
+    """Returns (index, score), the highest score first."""
     return sorted(enumerate(scores), key=lambda each: -each[1])

@@ -1,4 +1,4 @@
-"""The items of a response: built from the pieces of an answer, and sent as events meanwhile."""
+"""The output items of a response: built from the pieces of an answer, and sent as events at the same time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,10 +48,10 @@ _EVENTS = {
 
 @dataclass(slots=True)
 class ResponseItem:
-    """An item of a response.
+    """An output item of a response.
 
-    tool, called, call_id: of a call, the tool, the name by which the model called it, and the id. Its text has the
-    arguments, or the input of a tool whose input is text.
+    tool, called, call_id: for a call, the tool, the name that the model used, and the id. text: the item's text; for a
+    call its arguments, or the input of a tool whose input is text.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class ResponseItem:
     logprobs: list[ChatCompletionLogprob] = field(default_factory=list)
 
     def shown(self) -> AnyOutputItem:
-        """Returns the item as it is sent, without content while it is in progress."""
+        """Returns the item for the client, without content while it is in progress."""
         if self.tool is not None:
             return self._shown_call(self.tool)
         begun = self.status == "in_progress"
@@ -84,12 +84,12 @@ class ResponseItem:
         return OutputFunctionCall(**call, name=tool.name, namespace=namespace, arguments=self.text)
 
     def text_part(self) -> OutputText:
-        """Returns the text of a message."""
+        """Returns the text of a message as a content part."""
         return OutputText(text=self.text, logprobs=self.logprobs)
 
 
 def _shell_action(arguments: Mapping[str, Any]) -> OutputShellAction:
-    """Returns the arguments of `local_shell` as its action. Missing ones were cut off."""
+    """Returns the action of a `local_shell` call. Arguments may be missing if the call was cut off."""
     command, env = arguments.get("command"), arguments.get("env")
     return OutputShellAction(
         command=[str(each) for each in command] if isinstance(command, list) else [],
@@ -100,12 +100,14 @@ def _shell_action(arguments: Mapping[str, Any]) -> OutputShellAction:
 
 
 class ResponseItems:
-    """Collects the items of one response. reason: why the answer ended, once it has. incomplete: it was cut off, by its
-    length, or by a stop sequence within a call. thoughts: pieces of these.
+    """Collects the output items of one response.
+
+    reason: the finish reason; None until the answer has ended. incomplete: True if it was cut off by its length, or by
+    a stop sequence within a call. thoughts: number of pieces of thoughts.
     """
 
     def __init__(self, emit: Emit, tools: Mapping[str, ClientTool]) -> None:
-        """tools: that are not plain functions, by the names that the model knows."""
+        """tools: tools that are not plain functions, by the names that the model sees."""
         self._tools = tools
         self.items: list[ResponseItem] = []
         self.reason: str | None = None
@@ -117,7 +119,7 @@ class ResponseItems:
         self._logprobs: list[ChatCompletionLogprob] = []
 
     def shown(self) -> list[AnyOutputItem]:
-        """Returns the items as they are sent."""
+        """Returns the items for the client."""
         return [item.shown() for item in self.items]
 
     def piece(self, piece: Piece, logprobs: Sequence[ChatCompletionLogprob], reason: str | None) -> None:
@@ -168,7 +170,7 @@ class ResponseItems:
         elif item.kind == "custom_tool_call":
             self._emit(done, {**place, "input": item.text})
         elif item.kind == "local_shell_call":
-            pass  # which has no events of its own
+            pass  # no events exist for it
         elif item.kind == "reasoning":
             self._emit(done, {**place, "text": item.text})
         else:

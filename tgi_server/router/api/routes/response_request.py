@@ -1,4 +1,4 @@
-"""A request for a response as the chat that is to be answered."""
+"""Converts requests of /v1/responses to conversations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,14 +42,14 @@ from tgi_server.router.text.conversation import Conversation, PastCall, Turn, te
 from tgi_server.router.text.grammar import ANY_OBJECT, WHOLE_SCHEMA, json_grammar
 
 LOGPROBS = "message.output_text.logprobs"
-# The kinds of ids of items.
+# Prefixes of the ids of items, by type.
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 _TURNS = msgspec.json.Decoder(list[Turn])
 
 
 def resolved(items: Sequence[InputItem], stored: Mapping[str, bytes]) -> list[InputItem]:
-    """Returns the items of an input, with the items that references name. stored: these as JSON, by id."""
+    """Replaces item references in an input by the items. stored: the referenced items as JSON, by id."""
     return [
         InputItem.model_validate(from_json(stored[item.root.id])) if isinstance(item.root, ItemReference) else item
         for item in items
@@ -57,7 +57,7 @@ def resolved(items: Sequence[InputItem], stored: Mapping[str, bytes]) -> list[In
 
 
 def input_turns(items: Sequence[AnyItem]) -> list[Turn]:
-    """Returns an input as turns of a conversation. Calls and thoughts belong to one turn of the assistant."""
+    """Converts an input to turns of a conversation. Calls and thoughts become part of the assistant's turn."""
     turns: list[Turn] = []
     calls: list[PastCall] = []  # of the last turn
     thoughts = ""
@@ -92,7 +92,7 @@ def input_turns(items: Sequence[AnyItem]) -> list[Turn]:
             case ReasoningItem(content=content, summary=summary):
                 thoughts = _text(content or summary or ())
                 continue
-            case _:  # tools, and what is left out
+            case _:  # tools, and items that the prompt does not have
                 continue
         if thoughts and turns[-1].role == "assistant":
             turns[-1] = replace(turns[-1], reasoning=thoughts)
@@ -103,7 +103,7 @@ def input_turns(items: Sequence[AnyItem]) -> list[Turn]:
 
 
 def output_turns(output: Sequence[ResponseItem]) -> list[Turn]:
-    """Returns the items of an output as the turn of the assistant that they are."""
+    """Converts the items of an output to a turn of the assistant."""
     turn = Turn("assistant")
     for item in output:
         if item.kind == "message":
@@ -117,17 +117,17 @@ def output_turns(output: Sequence[ResponseItem]) -> list[Turn]:
 
 
 def turns_to_json(earlier: bytes, turns: Sequence[Turn]) -> bytes:
-    """Returns turns as JSON, joined by commas. earlier: JSON of the turns before them, in the same form."""
+    """Returns turns as JSON objects, joined by commas. earlier: preceding turns in the same form."""
     return b",".join((earlier,) * bool(earlier) + tuple(map(to_json, turns)))
 
 
 def turns_from_json(text: bytes) -> list[Turn]:
-    """text: as `turns_to_json` returns it."""
+    """Returns the turns of a text from `turns_to_json`."""
     return _TURNS.decode(b"[%b]" % text)
 
 
 def shown_input(items: Sequence[InputItem]) -> dict[str, bytes]:
-    """Returns the items of an input as a stored response has them: as JSON, by id."""
+    """Returns the items of an input for a stored response: as JSON, by new ids."""
     shown: dict[str, bytes] = {}
     for item in items:
         content = {"id": "", **item.root.model_dump(by_alias=True, exclude_none=True)}
@@ -143,7 +143,7 @@ def shown_input(items: Sequence[InputItem]) -> dict[str, bytes]:
 
 
 def requested_tools(request: ResponsesRequest, items: Sequence[InputItem]) -> OfferedTools:
-    """Returns the tools of a request, and of its input."""
+    """Returns the tools in a request and in its input."""
     offered = OfferedTools()
     offered.add(request.tools or (), "tools")
     for index, item in enumerate(items):
@@ -153,7 +153,7 @@ def requested_tools(request: ResponsesRequest, items: Sequence[InputItem]) -> Of
 
 
 def response_conversation(request: ResponsesRequest, turns: Sequence[Turn], use: ToolUse) -> Conversation:
-    """Returns the conversation whose next message is the response. turns: so far. use: the tools that are shown."""
+    """Returns the conversation whose next message is the response. turns: the turns so far. use: the tools."""
     if request.instructions:
         turns = [Turn("system", (request.instructions,), place="instructions"), *turns]
     effort = request.reasoning.effort if request.reasoning is not None else None
@@ -164,7 +164,7 @@ def response_conversation(request: ResponsesRequest, turns: Sequence[Turn], use:
 def requested_response(
     admission: Admission, request: ResponsesRequest, turns: Sequence[Turn], offered: OfferedTools
 ) -> Asked:
-    """Returns the chat whose next message is the response. turns: the conversation so far. Raises InvalidRequest."""
+    """Returns the conversation and options of a response. turns: the turns so far. Raises InvalidRequest."""
     conversation = response_conversation(request, turns, offered.use(request))
     options = openai_options(admission, request, Dialect.RESPONSES)
     logprobs = LOGPROBS in (request.include or ())
@@ -187,7 +187,7 @@ def _form(request: ResponsesRequest) -> Grammar | None:
 
 
 def _parts(content: Sequence[InputPart | JsonPart], place: str) -> tuple[str | ImageSource, ...]:
-    """Returns the images of a content, and its texts, joined where no image stands between them. place: of the list."""
+    """Returns the images and texts of a content; adjacent texts are joined. place: the field of the list."""
     parts: list[str | ImageSource] = []
     for index, part in enumerate(content):
         if isinstance(part, InputImage):

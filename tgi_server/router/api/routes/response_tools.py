@@ -1,4 +1,4 @@
-"""The tools of /v1/responses as functions of the model, and back."""
+"""Converts the tools of /v1/responses to functions for the model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +30,8 @@ from tgi_server.router.schemas.responses import ResponsesRequest
 class OfferedTools:
     """The tools of a request.
 
-    specs: as functions of the model. client_tools: tools that are not plain functions, by the names that the model
-    knows. formats: the grammars of texts, each as a line.
+    specs: all tools, as functions for the model. client_tools: tools that are not plain functions, by the names that
+    the model sees. formats: one line for each grammar of a tool's text, for a note if it is not enforced.
     """
 
     specs: list[ToolSpec] = field(default_factory=list)
@@ -39,7 +39,7 @@ class OfferedTools:
     formats: list[str] = field(default_factory=list)
 
     def add(self, tools: Iterable[ResponseTool | NamespacedTool], place: str, namespace: str | None = None) -> None:
-        """Adds tools. place: of their list in the request."""
+        """Adds tools. place: the field of their list in the request."""
         for index, tool in enumerate(tools):
             match tool.root:
                 case FunctionTool() as function:
@@ -82,7 +82,7 @@ class OfferedTools:
                 return Choice(required=True, only=list(self._names([one])), parallel=False)
 
     def _names(self, chosen: Iterable[object]) -> Iterator[str]:
-        """Yields the names by which the model calls what was chosen."""
+        """Yields the names that the model uses for chosen tools."""
         for each in chosen:
             match each:
                 case ChosenTool(name=name, namespace=namespace):

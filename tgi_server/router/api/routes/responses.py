@@ -66,7 +66,7 @@ _KEPT_ERRORS: Responses = {
     401: OPENAI_ERRORS[401],
     404: described("The response is not stored", OpenAIErrorResponse),
 }
-# Options that a response repeats of its request, and what it does not repeat.
+# Options of a request that its response repeats, and fields that it does not repeat.
 _REPEATED = {"temperature", "top_p", "max_output_tokens", "top_logprobs"}
 _NOT_REPEATED = {
     *("input", "include", "stream", "model", "chat_template_kwargs", "context_management"),
@@ -171,7 +171,7 @@ async def _respond(kept: StoredResponses, admission: Admission, request: Respons
 
 
 def _stored(kept: StoredResponses, tenant: str, request: ResponsesRequest) -> tuple[bytes, dict[str, bytes]]:
-    """Returns the turns before the input, and the stored items that it refers to, by id; all as JSON.
+    """Returns the turns before the input, and the stored items that the input refers to, by id; all as JSON.
 
     Raises PreviousResponseNotFound, or NoSuchItem.
     """
@@ -202,7 +202,7 @@ async def _count(kept: StoredResponses, admission: Admission, request: InputToke
 
 
 def _page(items: Mapping[str, bytes], query: Mapping[str, str]) -> InputItemList:
-    """Returns a page of the items of an input, by default the last ones first. Raises InvalidRequest."""
+    """Returns a page of the items of an input, by default in reverse order. Raises InvalidRequest."""
     limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= _LONGEST_PAGE):
         raise InvalidRequest.at("limit", f"is {limit[:20]!r}; it must be 1 to {_LONGEST_PAGE}")
@@ -222,7 +222,7 @@ def _page(items: Mapping[str, bytes], query: Mapping[str, str]) -> InputItemList
 
 
 def _nothing(kind: str, members: dict[str, Any]) -> None:
-    """Events are for streams."""
+    """Ignores an event of a response that is not streamed."""
 
 
 class _Events:
@@ -238,7 +238,7 @@ class _Events:
 
 
 class _Response:
-    """One response. It repeats parts of its request, so it may be as long as a request."""
+    """Creates the object of one response, which repeats parts of its request."""
 
     def __init__(self, request: ResponsesRequest, model: str) -> None:
         repeated = request.model_dump(by_alias=True, exclude=_NOT_REPEATED)
@@ -262,7 +262,7 @@ class _Response:
     ) -> ResponseObject:
         """Returns OpenAI's object of the response.
 
-        reason: why it is incomplete. OpenAI has none for a call that a stop sequence cut off.
+        reason: why it is incomplete; None also for a call that a stop sequence cut off, as OpenAI has no reason for it.
         """
         details = None if reason is None else IncompleteDetails(reason=reason)
         return ResponseObject(

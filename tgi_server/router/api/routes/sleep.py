@@ -1,4 +1,4 @@
-"""/sleep, /wake_up and /is_sleeping, as vLLM has them: the model gives back its memory, and takes it again."""
+"""/sleep, /wake_up and /is_sleeping of vLLM's API: the model frees its memory, and allocates it again."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,7 @@ def sleep_routes(service: Service) -> list[Route]:
 
 
 def _check(name: str, values: Sequence[str], known: Sequence[str]) -> None:
-    """Raises InvalidRequest for a value of a query parameter that is not known."""
+    """Raises InvalidRequest for an unknown value of a query parameter."""
     for value in values:
         if value not in known:
             raise InvalidRequest.at(name, f"is {value[:100]!r}; it must be {' or '.join(known)}, or be left out")

@@ -36,7 +36,7 @@ from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOKEN_NAME
 
 T = TypeVar("T")
 
-# Maximum number of tokens of one response, unless a prompt may have more.
+# Maximum number of tokens in a response, or that of a prompt if it is larger.
 MOST_TOKENS = 65_536
 
 
@@ -84,7 +84,7 @@ async def _detokenize(admission: Admission, request: DetokenizeRequest) -> Respo
 async def encoded(
     service: Service, prompt: RenderedPrompt, shown: Callable[[str, Encoding], T], *, add_special_tokens: bool
 ) -> T:
-    """Returns what `shown` makes of a prompt and its tokens. Raises InvalidRequest when there are too many of them."""
+    """Tokenizes a prompt. Returns the result of `shown` for its text and tokens. Raises InvalidRequest if too long."""
     most, tokenizer = _most_tokens(service), service.text.tokenizer
 
     def tokenize() -> T:
@@ -145,7 +145,7 @@ def _most_tokens(service: Service) -> int:
 
 
 def _text(service: Service, ids: Sequence[int]) -> str:
-    """Returns the text of tokens. Raises InvalidRequest for a token that there is not."""
+    """Returns the text of tokens. Raises InvalidRequest for an unknown token."""
     vocabulary = service.text.tokenizer.vocab_size
     if (highest := max(ids, default=0)) >= vocabulary:
         raise InvalidRequest.at("tokens", f"has {highest}; token ids are 0 to {vocabulary - 1}")

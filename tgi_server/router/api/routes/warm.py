@@ -1,6 +1,6 @@
-"""/v1/warm computes a prompt, or its beginning, and perhaps the beginning of its answer, before they are needed.
+"""/v1/warm computes a prompt, or its beginning, and optionally the beginning of its answer, before they are needed.
 
-/v1/forget has nothing cached of a salt.
+/v1/forget deletes everything that is cached for a salt.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from tgi_server.router.text.token_stream import CollectedTokens
 _AnyRequest = WarmChatRequest | WarmCompletionRequest | WarmGenerateRequest
 
 _ANSWER_TOKENS = "answer_tokens"
-# No request is served after one of this class.
+# The class that is served last.
 _LOWEST_PRIORITY = 2**31 - 1
 
 
@@ -82,7 +82,7 @@ async def _warm(admission: Admission, body: WarmRequest) -> Response:
 
 
 async def _forget(admission: Admission, body: ForgetRequest) -> Response:
-    """Forgets what requests with the same API key have left; running requests leave something when they end."""
+    """Deletes what requests with the same API key and salt have cached. Running ones still cache theirs at the end."""
     namespace = cache_namespace(admission.tenant, body.cache_salt)
     admission.service.explained.forget(namespace)
     files = await admission.service.forget(namespace)
@@ -90,7 +90,7 @@ async def _forget(admission: Admission, body: ForgetRequest) -> Response:
 
 
 async def _prepared(admission: Admission, request: _AnyRequest) -> PreparedRequest:
-    """Returns the prompt as tokens and, where the answer is generated, too, its options. Raises InvalidRequest."""
+    """Prepares the request, without options of the answer if none is generated. Raises InvalidRequest."""
     if isinstance(request, WarmChatRequest):
         _, prepared = await prepare_chat(admission, Dialect.CHAT, lambda: requested_chat(admission, request))
         return prepared
@@ -114,7 +114,7 @@ async def _prepared(admission: Admission, request: _AnyRequest) -> PreparedReque
 
 
 def _check_answer(admission: Admission, request: _AnyRequest, options: GenerationOptions) -> None:
-    """Raises InvalidRequest if the answer to the same request later might be another, or is not one."""
+    """Raises InvalidRequest if a later answer to the same request might differ, or there is more than one."""
     if not admission.service.caches:
         raise InvalidRequest.at(_ANSWER_TOKENS, "cannot be used: this server has no prefix cache for this model")
     if isinstance(request, WarmGenerateRequest):
@@ -133,7 +133,7 @@ def _check_answer(admission: Admission, request: _AnyRequest, options: Generatio
 
 
 def _cheapest(options: GenerationOptions) -> GenerationOptions:
-    """Returns the options of a request for one token, which is not used, served after all others."""
+    """Returns the options of a request for one token, which is not used, with the lowest priority."""
     return GenerationOptions(
         stopping=StoppingParameters(max_new_tokens=1, ignore_eos=True),
         truncate=options.truncate,
