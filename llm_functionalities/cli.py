@@ -10,7 +10,7 @@ from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
 
-# What serving needs is imported once the settings are read: --help and mistakes are answered without it.
+# Modules for serving are imported only after the settings are read, so that --help and errors come quickly.
 
 PROGRAM = "llm-functionalities"
 STARTUP_FAILURE = 1
@@ -41,7 +41,8 @@ async def _serve(settings: Settings) -> None:
     on_stop_signal(asked_to_stop.set)
     server = Server(settings)
     port = await server.start()
-    # A collection that walks what was made by now, which lives as long as the process, stops all threads for 35 ms.
+    # Objects created so far live as long as the process. A garbage collection that visits them stops all threads for
+    # 35 ms.
     gc.collect()
     gc.freeze()
     logger.info("listening on %s:%d", settings.listen_address, port)

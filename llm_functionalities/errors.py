@@ -1,4 +1,4 @@
-"""The errors of this service: errors of the model become empty responses, errors of the caller gRPC statuses."""
+"""The errors of this service: ModelErrors become empty responses, errors of the caller become gRPC statuses."""
 
 from typing import ClassVar
 
@@ -6,7 +6,7 @@ import grpc
 
 
 class ModelError(Exception):
-    """The model gave no answer. `Model` turns the error into an empty response with `reason`."""
+    """There is no answer of the model. `Model` turns the error into an empty response with `reason`."""
 
     reason: ClassVar[str] = "error"
 
@@ -24,19 +24,19 @@ class DeadlineExceeded(ModelError):
 
 
 class Cancelled(ModelError):
-    """The caller went away, or the service stops."""
+    """The caller is gone, or the service stops."""
 
     reason = "cancelled"
 
 
 class NoThread(ModelError):
-    """The system lets the service start no thread that could ask the model."""
+    """The system does not allow another thread for the request."""
 
     reason = "no_thread"
 
 
 class EndpointDown(ModelError):
-    """The endpoint did not receive the request, so another endpoint may have it."""
+    """The endpoint did not receive the request, so it may be sent to another one."""
 
     reason = "down"
 
@@ -54,29 +54,29 @@ class Unreachable(EndpointDown):
 
 
 class Unread(Unreachable):
-    """The endpoint closed the connection before it had read the request, as servers do that stop."""
+    """The endpoint closed the connection before it had read the request, as servers do when they stop."""
 
 
 class CircuitOpen(EndpointDown):
-    """The endpoint failed a moment ago and has not been seen healthy since."""
+    """The endpoint failed recently, and no health check has succeeded since."""
 
     reason = "circuit_open"
 
 
 class EndpointFailed(ModelError):
-    """The endpoint took the request and gave no answer. The request is never sent again."""
+    """The endpoint received the request and did not answer it. The request is not sent again."""
 
     reason = "failed"
 
 
 class ConnectionLost(EndpointFailed):
-    """The connection broke before the response was whole."""
+    """The connection was lost before the response was complete."""
 
     reason = "connection_lost"
 
 
 class EndpointRefused(EndpointFailed):
-    """The endpoint refused the request before it generated anything, so another endpoint may have it."""
+    """The endpoint refused the request without generating anything, so it may be sent to another one."""
 
 
 class EndpointOverloaded(EndpointRefused):
@@ -86,7 +86,7 @@ class EndpointOverloaded(EndpointRefused):
 
 
 class NoTimeLeft(EndpointRefused):
-    """The endpoint has so much to do that the request would be answered after its deadline."""
+    """The endpoint is too busy to answer the request before its deadline."""
 
     reason = "overloaded"
 
@@ -98,7 +98,7 @@ class Unavailable(EndpointRefused):
 
 
 class WrongToken(EndpointRefused):
-    """The endpoint responded with 401 or 403: the token is missing, or is not the endpoint's."""
+    """The endpoint responded with 401, 403 or 407: the token is missing or wrong."""
 
     reason = "unauthorized"
 
@@ -110,23 +110,23 @@ class NotFound(EndpointRefused):
 
 
 class ServerFailed(EndpointFailed):
-    """The endpoint responded with another status of a failure, or reported a failed generation."""
+    """The endpoint responded with another error status, or reported a failed generation."""
 
     reason = "server_error"
 
 
 class BadResponse(EndpointFailed):
-    """The endpoint's response is not one of the text-generation API."""
+    """The endpoint's response does not conform to the text-generation API."""
 
     reason = "bad_answer"
 
 
 class ResponseTooLarge(BadResponse):
-    """The response is longer than this service reads, which the request may have asked for."""
+    """The response is longer than the limit. The request may be the cause, not the endpoint."""
 
 
 class Rejected(ModelError):
-    """The endpoint refused this request with a 4xx status, or it cannot be sent. It is at fault, not the endpoint."""
+    """The endpoint refused this request with a 4xx status, or it cannot be sent. The request is at fault."""
 
     reason = "rejected"
 
@@ -138,13 +138,13 @@ class NotServed(Rejected):
 
 
 class CallRefused(Exception):
-    """A call that this service refuses. Its caller sees `status` and the message."""
+    """A call that this service refuses. Its caller gets `status` and the message."""
 
     status: ClassVar[grpc.StatusCode]
 
 
 class InvalidArgument(CallRefused):
-    """The request contradicts the service's contract, such as a message of another type than the method's."""
+    """The request violates the service's contract, for example by a message of the wrong type."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -154,7 +154,7 @@ class UnusableGrammar(InvalidArgument):
 
 
 class TooBusy(CallRefused):
-    """The service already works on as many calls as it may."""
+    """The service has its maximum number of calls in progress."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -1,6 +1,6 @@
-"""Asks a running service whether it is well: `python -m llm_functionalities.healthcheck 127.0.0.1:8000 [readiness]`.
+"""Checks the health of a running service: `python -m llm_functionalities.healthcheck 127.0.0.1:8000 [readiness]`.
 
-Exits 0 when it serves, 1 with a line that says why when it does not.
+The exit code is 0 if it serves, and 1, after a line with the reason, if not.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The metrics for Prometheus: calls, empty responses by reason, latency, the endpoints' state; and who serves them."""
+"""The metrics for Prometheus: calls, empty responses by reason, latency, the endpoints' state; and their server."""
 
 import logging
 import time
@@ -18,17 +18,16 @@ from llm_functionalities.model.pool import FairPool
 
 logger = logging.getLogger(__name__)
 
-# Each connection to the metrics has a thread. More connections are closed at once.
+# Maximum number of connections for metrics, each with a thread. Further ones are closed at once.
 MOST_SCRAPES = 8
-
-# A connection to the metrics lasts this long at most.
+# Maximum seconds of a connection for metrics.
 SCRAPE_SECONDS = 5.0
 
 LATENCY_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40)
 
 
 class ServiceMetrics:
-    """The service's metrics, in a registry of their own."""
+    """The service's metrics, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -106,7 +105,7 @@ class ServiceMetrics:
         self.ladder_answers.labels(model).inc()
 
     def watch_endpoint(self, endpoint: Endpoint) -> None:
-        """Shows the endpoint's state and load from now on."""
+        """Exports the endpoint's state and load from now on."""
         self._up.labels(endpoint.name).set_function(lambda: float(endpoint.breaker.closed))
         self._in_flight.labels(endpoint.name).set_function(lambda: endpoint.in_flight)
 
@@ -117,7 +116,10 @@ class ServiceMetrics:
         self._waiting.set_function(lambda: pool.waiting)
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Serves the metrics over HTTP. Returns the port and what stops it. Raises OSError when the port is in use."""
+        """Serves the metrics over HTTP. Returns the port, and a function that stops serving.
+
+        Raises OSError if the port is in use.
+        """
         server = _MetricsServer((host, port))
         server.set_app(make_wsgi_app(self.registry))
         thread = Thread(target=server.serve_forever, name="metrics", daemon=True)

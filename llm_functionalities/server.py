@@ -41,15 +41,15 @@ SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by
 # The health of an unavailable endpoint is checked every `retry_after` seconds; a check takes up to this long.
 UNCERTAIN_SECONDS = 2.0
 
-# So many connections may together have all the streams there are, each at least as many as RFC 9113 (6.5.2) recommends.
+# Each connection gets this fraction of all streams, but at least as many as RFC 9113 (6.5.2) recommends.
 CONNECTIONS_OF_ALL = 8
 LEAST_STREAMS = 100
 
-# gRPC cancels calls that nobody has begun to serve when there are more, whoever sent them: those of callers who do
-# nothing but reset their streams would cancel others' calls.
+# When more calls than this wait, gRPC cancels some of them, whoever sent them. The limit is so high that a caller who
+# only resets streams does not cause the calls of others to be cancelled.
 MOST_PENDING = 20_000
 
-# Calls that a connection may begin before it is the others' turn.
+# Calls that a connection may begin before the other connections get their turn.
 REQUESTS_PER_READ = 8
 
 # The name in the health service that says if there is a model server.
@@ -134,7 +134,7 @@ class Server:
         """Refuses new calls, lets the running ones end within the grace time, and closes all threads and sockets."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.grace)
-        # These wait in a thread, because the loop has to end the calls on which the workers still work.
+        # Waits in a thread, because the event loop has to end the calls on which the workers still work.
         await asyncio.to_thread(self._pool.stop, STOP_SECONDS)
         await asyncio.to_thread(self._balancer.stop, STOP_SECONDS)
         await asyncio.to_thread(self._ladders.stop, STOP_SECONDS)

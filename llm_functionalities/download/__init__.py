@@ -1,1 +1,1 @@
-"""Fetches models into the folder that the text-generation server loads them from, as `downloads.toml` says."""
+"""Downloads models to the folder from which the text-generation server loads them, as `downloads.toml` says."""

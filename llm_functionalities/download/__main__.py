@@ -1,4 +1,4 @@
-"""`python -m llm_functionalities.download`: fetches what `downloads.toml` lists and is not there yet."""
+"""`python -m llm_functionalities.download`: fetches the files that `downloads.toml` lists and that do not exist yet."""
 
 import argparse
 import sys
@@ -40,7 +40,7 @@ def _choose(downloads: Downloads, ids: list[str]) -> list[Source]:
 
 
 def _fetch(downloads: Downloads, chosen: list[Source], force: bool, allow_http: bool) -> bool:
-    """Fetches one source after another, also after one that failed. Returns True if none failed."""
+    """Fetches one source after another, even if some fail. Returns True if none failed."""
     if not chosen:
         _say(f"{downloads.name}: nothing is enabled")
     whole = True

@@ -17,7 +17,7 @@ class ChecksumError(DownloadError):
 
 
 def _inside(text: str) -> str:
-    """Returns a relative path that stays inside its folder. Raises ValueError for another."""
+    """Returns a relative path unchanged. Raises ValueError if it could lead out of its folder."""
     path = PurePosixPath(text)
     if not path.name or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
         raise ValueError(f"{text!r} is not a path inside a folder; give a relative path without `..`")
@@ -84,7 +84,7 @@ class Source(BaseModel):
 
 
 class Downloads(BaseModel):
-    """A whole `downloads.toml`. `http_timeout` bounds, in seconds, how long a server may send nothing."""
+    """A whole `downloads.toml`. http_timeout: maximum seconds without data from a server."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -102,11 +102,11 @@ class Downloads(BaseModel):
         return self
 
     def folder(self, source: Source) -> Path:
-        """Returns the folder that the files of a source go to."""
+        """Returns the folder for the files of a source."""
         return (source.base_path or self.base_path) / source.local_path
 
     def artefact(self, name: str) -> Path:
-        """Returns the path of the file or folder that `name` stands for. Raises DownloadError without one."""
+        """Returns the path of the artefact `name`, a file or folder. Raises DownloadError if there is none."""
         for source in self.sources:
             for artefact, path in source.artefacts:
                 if artefact == name:

@@ -24,14 +24,14 @@ class _Interrupted(Exception):
 def fetch(
     client: httpx2.Client, file: RemoteFile, target: Path, log: Callable[[str], None], *, allow_http: bool = False
 ) -> None:
-    """Fetches `file` to `target`, whose folder exists, and verifies its checksum where that is known.
+    """Downloads `file` to `target`, whose folder exists, and verifies its checksum if that is known.
 
-    A file without a checksum has to come over https://, redirects included, unless `allow_http`: over http:// whoever
-    is on the way could have put another in its place.
+    A file without a checksum has to come over https://, redirects included, unless `allow_http`: over http:// anybody
+    on the network path could replace it.
 
-    Until it is whole its name is `target` and `.part`. What is there of it is kept when this fails, together with the
-    server's mark for that version (`.etag`), and the next attempt resumes from it, as long as the server still has
-    that version (RFC 9110, section 13.1.5) or the checksum decides in the end.
+    An incomplete download is named `target` plus `.part`. After a failure it is kept, with the server's ETag
+    (`.etag`), and the next attempt resumes from it if the server still has that version (RFC 9110, section 13.1.5), or
+    if there is a checksum.
 
     Raises DownloadError.
     """
@@ -71,7 +71,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
     have = part.stat().st_size if part.exists() else 0
     version = mark.read_text() if mark.exists() else ""
     if have and not version and file.sha256 is None:
-        have = 0  # nothing would show whether the rest belongs to it
+        have = 0  # nothing would show if the rest belongs to the same version
     headers = {"accept-encoding": "identity"}
     if have:
         headers["range"] = f"bytes={have}-"
@@ -83,7 +83,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
                 _check_scheme(file, str(each.url), trusted)
             if response.status_code == CONTENT_RANGE_UNSATISFIABLE and have:
                 if response.headers.get("content-range") == f"bytes */{have}":
-                    return  # it was whole
+                    return  # it was complete already
                 part.unlink()
                 raise _Interrupted("the partial download does not match the file")
             _check_status(response)
@@ -103,7 +103,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
 
 
 def _check_scheme(file: RemoteFile, url: str, trusted: bool) -> None:
-    """Raises DownloadError unless `url` is https://, or `trusted` says that http:// will do."""
+    """Raises DownloadError unless `url` is https://, or `trusted` allows http://."""
     if not trusted and not url.startswith("https://"):
         raise DownloadError(
             f"{file.path} has no sha256, and {url} is not encrypted: use https://, add the sha256, or pass --allow-http"
@@ -134,7 +134,7 @@ def _receive(response: httpx2.Response, file: RemoteFile, part: Path, have: int)
         part.open("ab" if have else "wb") as output,
         tqdm(desc=file.path, total=total, initial=have, unit="B", unit_scale=True, mininterval=_refresh()) as bar,
     ):
-        for piece in response.iter_raw():  # as it comes: a chunk of a set size would be lost with the connection
+        for piece in response.iter_raw():  # as received: an incomplete chunk of a fixed size could be lost
             output.write(piece)
             bar.update(len(piece))
     if total is not None and part.stat().st_size != total:
@@ -142,7 +142,7 @@ def _receive(response: httpx2.Response, file: RemoteFile, part: Path, have: int)
 
 
 def _refresh() -> float:
-    """Returns the seconds between two states of a progress bar. Without a terminal, each state is a line of its own."""
+    """Returns the seconds between two updates of a progress bar. Without a terminal, each update is a line."""
     return 0.1 if sys.stderr.isatty() else 10.0
 
 

@@ -1,4 +1,4 @@
-"""All files of one source: fetched aside, and shown only when they are whole."""
+"""Downloads all files of a source to a temporary folder, and moves them to their place only when all are complete."""
 
 import fcntl
 import hashlib
@@ -29,10 +29,10 @@ def fetch_source(
     allow_http: bool = False,
     log: Callable[[str], None] = print,
 ) -> bool:
-    """Brings the files of `source` into `folder`. Returns False when they were there already.
+    """Downloads the files of `source` to `folder`. Returns False if they were there already.
 
-    A folder that the text-generation server may load from never holds a part of them: they are fetched, verified and
-    unpacked in a folder aside, on the same volume, and renamed into place. Two runs at a time take turns.
+    The text-generation server never sees incomplete files: they are downloaded, verified and unpacked in a temporary
+    folder on the same volume, and then renamed. Concurrent runs wait for each other.
 
     Raises DownloadError.
     """
@@ -56,7 +56,7 @@ def fetch_source(
 
 
 def _version(source: Source) -> str:
-    """Returns eight digits that change with the source's URLs, so that parts of different files never meet."""
+    """Returns eight digits that depend on the source's URLs, so that parts of different files are never mixed."""
     return hashlib.sha256(json.dumps(urls_of(source)).encode()).hexdigest()[:8]
 
 
@@ -84,11 +84,11 @@ def _publish(source: Source, aside: Path, folder: Path) -> None:
         _move(entry, folder / entry.name, own, folder)
     write_record(source, folder, files)
     for left in aside.parent.glob(f"{source.id}-????????"):
-        shutil.rmtree(left)  # what earlier versions of the configuration began with, included
+        shutil.rmtree(left)  # also those of earlier versions of the configuration
 
 
 def _move(entry: Path, target: Path, own: set[str], folder: Path) -> None:
-    """Renames `entry` to `target`. Replaces what is there, unless it is a folder with other files."""
+    """Renames `entry` to `target`. Replaces an existing one; merges folders if the target has other files."""
     if not target.exists():
         entry.rename(target)
     elif not entry.is_dir():
@@ -120,7 +120,7 @@ def _alone(lock: Path, log: Callable[[str], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Record:
-    """The `files` (relative paths) that a source has put into its folder, and the `urls` that they came from."""
+    """The files of a source in its folder, as relative paths, and the URLs from which they were downloaded."""
 
     urls: list[list[str | None]]
     files: list[str]
@@ -138,7 +138,7 @@ def write_record(source: Source, folder: Path, files: list[str]) -> None:
 
 
 def read_record(source: Source, folder: Path) -> Record | None:
-    """Returns None when nothing is known about the source, or nothing that can be read."""
+    """Returns the record of a source; None if there is none that can be read."""
     try:
         kept = json.loads(_path(source, folder).read_text())
         return Record(kept["urls"], kept["files"])
@@ -155,7 +155,7 @@ def is_present(source: Source, folder: Path) -> bool:
         return record.urls == urls_of(source) and all((folder / path).exists() for path in record.files)
     unpacked = [file for file in source.urls if source.decompress and is_archive(file.path)]
     if unpacked and not source.artefacts:
-        return False  # nothing says what was in them
+        return False  # the content of the archives is unknown
     wanted = [file.path for file in source.urls if file not in unpacked] + [path for _, path in source.artefacts]
     return all((folder / path).exists() for path in wanted)
 

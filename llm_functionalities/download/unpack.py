@@ -1,4 +1,4 @@
-"""Unpacks archives, only into their folder, and only as far as an archive of a model goes."""
+"""Unpacks archives, only into their own folder, and within limits for archives of models."""
 
 import bz2
 import gzip
@@ -13,14 +13,14 @@ from typing import IO
 
 from llm_functionalities.download.config import DownloadError
 
-# An archive may unpack to FREE_BYTES and LARGEST_RATIO times its own size, but to no more than LARGEST_BYTES. Weights
-# hardly get smaller by packing, vocabularies about ten times.
+# An archive may unpack to FREE_BYTES plus LARGEST_RATIO times its own size, and to at most LARGEST_BYTES. Weights
+# hardly compress, vocabularies about ten times.
 LARGEST_BYTES = 1 << 40
 LARGEST_RATIO = 20
 FREE_BYTES = 64 << 20
 MAX_MEMBERS = 10_000
 
-# Bytes that are taken into memory at once. No honest archive has a header of this size.
+# Maximum bytes that are read into memory at once. No genuine archive has a header of this size.
 LONGEST_READ = 1 << 24
 
 PIECE_BYTES = 1 << 20
@@ -32,15 +32,15 @@ TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 def is_archive(name: str) -> bool:
-    """Returns True if the local name of a file is that of an archive."""
+    """Returns True if a file's local name ends like that of an archive."""
     return name.endswith((*TARS, ".zip", ".gz", ".bz2"))
 
 
 def unpack(archive: Path) -> None:
-    """Puts what is in `archive` beside it, and removes it.
+    """Unpacks `archive` into its folder, and deletes it.
 
-    Nothing is written outside of the archive's folder: no member with an absolute path, a `..`, or a link that leads
-    out of it; no device or other special file. Raises DownloadError.
+    Refuses members that would be written outside of the folder: absolute paths, `..`, and links that lead out of it;
+    also devices and other special files. Raises DownloadError.
     """
     folder = archive.parent
     try:
@@ -59,7 +59,7 @@ def unpack(archive: Path) -> None:
 
 
 class _Limit:
-    """The bounds of one archive. Its methods raise DownloadError beyond them."""
+    """The limits of one archive. Its methods raise DownloadError beyond them."""
 
     def __init__(self, archive: Path) -> None:
         self.name = archive.name
@@ -124,7 +124,7 @@ def _unpack_tar(content: _Content, folder: Path, limit: _Limit) -> None:
             limit.check_member(member.name)
             size += member.size
             limit.check_bytes(size)
-            # Nothing goes through a link, and a link's `..` come first, so each step of it stays in the folder.
+            # No member is written through a link, and a link's `..` come first, so links cannot lead out of the folder.
             if any((folder / parent).is_symlink() for parent in PurePosixPath(member.name.lstrip("/")).parents):
                 raise limit.outside(member.name)
             if member.issym() or member.islnk():
@@ -133,10 +133,10 @@ def _unpack_tar(content: _Content, folder: Path, limit: _Limit) -> None:
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, limit: _Limit) -> None:
-    """Puts a member into the folder, with the owner, the permissions and the time of any new file.
+    """Extracts a member into the folder, with the owner, permissions and time of a new file.
 
-    Python's own `filter="data"` does more, but is not in every Python 3.11, and long paths can lead its check of links
-    astray (CVE-2025-4517).
+    Python's own `filter="data"` does more, but not every Python 3.11 has it, and long paths can circumvent its check of
+    links (CVE-2025-4517).
     """
     target = folder / member.name.lstrip("/")
     if member.isdir():

@@ -1,1 +1,1 @@
-"""Text-generation servers: where they are, whether they are well, and requests to them that end in time."""
+"""Text-generation servers: their addresses, their health, and requests to them with deadlines."""

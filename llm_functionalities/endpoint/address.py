@@ -1,4 +1,4 @@
-"""Addresses as they are written in settings: of endpoints (`tgi:80`, or a whole URL) and of name servers."""
+"""Parses addresses in settings: those of endpoints (`tgi:80`, or a whole URL) and of name servers."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Reads `host:port` or an http:// or https:// URL. Raises ValueError, which says what is wrong with it."""
+        """Parses `host:port` or an http:// or https:// URL. Raises ValueError with the reason."""
         url = text if _SCHEME.match(text) else f"http://{text}"
         try:
             parts = urlsplit(url)
@@ -46,7 +46,7 @@ class Address:
 
 
 def parse_name_server(text: str) -> tuple[str, int]:
-    """Reads `127.0.0.1`, `127.0.0.1:5353`, `::1` or `[::1]:5353` as address and port. Raises ValueError."""
+    """Parses `127.0.0.1`, `127.0.0.1:5353`, `::1` or `[::1]:5353` to address and port. Raises ValueError."""
     if is_ip_address(text):
         return text, DNS_PORT
     host, _, port = text.rpartition(":")

@@ -1,10 +1,10 @@
-"""Chooses the endpoint for each prompt: by the prompt's prefix and by load, away from endpoints that are down.
+"""Chooses the endpoint for each prompt by the prompt's prefix, by load and by health.
 
-A prompt goes to the endpoint that was sent most of its beginning before, such as the last turn of its conversation,
-unless that one is much busier than others. Prompts with new beginnings that are alike go to the same endpoint, so that
-its prefix cache holds what they share: rendezvous hashing (Thaler and Ravishankar, 1998) of the prefix, which needs no
-state and agrees between any number of these services. Their load bound is that of consistent hashing with bounded loads
-(Mirrokni, Thorup and Zadimoghaddam, 2016): no endpoint gets much more than its share, however popular a prefix is.
+A prompt goes to the endpoint that was sent the longest prefix of it before, such as the last turn of its conversation,
+unless that one is much busier than others. New prompts with the same prefix go to the same endpoint, so that its prefix
+cache has it: rendezvous hashing (Thaler and Ravishankar, 1998) of the prefix needs no state, and has the same result in
+any number of these services. The load bound is that of consistent hashing with bounded loads (Mirrokni, Thorup and
+Zadimoghaddam, 2016): no endpoint gets much more than its share, however popular a prefix is.
 """
 
 import hashlib
@@ -29,18 +29,18 @@ PREFIX_CHARACTERS = 512
 # No endpoint gets more than this multiple of the mean load.
 LOAD_FACTOR = 1.25
 
-# The endpoint with most of a prompt's beginning may have so many more requests than the least busy one: it has less to
-# compute.
+# The endpoint with the longest prefix of a prompt may have this many more requests than the least busy one, as it has
+# less to compute.
 KNOWN_PREFIX_BOUND = 4
 
-# One request in this many ignores that an endpoint stalls intermittently, to learn whether it still does.
+# One request in this many ignores that an endpoint stalls intermittently, to find out if it still does.
 TRIAL_EVERY = 50
 
 # Kinds of requests besides the routes that JSON is posted to.
 GENERATE, STREAM = "generate", "stream"
 
 Pieces: TypeAlias = Generator[GeneratedText, None, None]
-# How requests reach an endpoint.
+# Sends a request to an endpoint, and yields the pieces of the response.
 Ask: TypeAlias = Callable[[Endpoint, Call], Pieces]
 
 # After one of these errors nothing was generated, so the request may be sent to another endpoint.
@@ -48,7 +48,7 @@ _NOT_BEGUN = (EndpointDown, EndpointRefused)
 
 
 class Sender(ABC):
-    """Sends requests to the endpoint that it chooses, and to others where nothing was generated."""
+    """Sends requests to an endpoint of its choice, and to others if that one generated nothing."""
 
     def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
         """Returns the answer of the first endpoint that accepts the request. Raises ModelError."""
@@ -78,15 +78,15 @@ class Sender(ABC):
 
     @abstractmethod
     def pieces(self, kind: str, prompt: str, ask: Ask, call: Call, max_tokens: int = 0) -> Pieces:
-        """Yields what the chosen endpoint answers. Raises ModelError.
+        """Yields the pieces of the chosen endpoint's response. Raises ModelError.
 
-        kind: GENERATE, STREAM or a route. prompt: the text that endpoints are chosen by. max_tokens: of the answer; 0
-        for a response that is not generated.
+        kind: GENERATE, STREAM or a route. prompt: the text by which endpoints are chosen. max_tokens: maximum tokens of
+        the answer; 0 for a response that is not generated.
         """
 
     @abstractmethod
     def destinations(self, prompt: str) -> list[Endpoint]:
-        """Returns the endpoints that get the prompts which begin with `prompt`. They are to compute it."""
+        """Returns the endpoints that will get prompts that begin with `prompt`, for computing it in advance."""
 
 
 class Balancer(Sender):
@@ -105,7 +105,7 @@ class Balancer(Sender):
         fallback: Endpoint | None = None,
         count_fallback: Callable[[], None] = lambda: None,
     ) -> None:
-        """fallback: gets what no other endpoint accepts. count_fallback: called for each such request."""
+        """fallback: gets requests that no other endpoint accepts. count_fallback: called for each of them."""
         self._endpoints = tuple(endpoints)
         self._hedging = hedging
         self._fallback = fallback
@@ -126,7 +126,7 @@ class Balancer(Sender):
 
     @property
     def healthy(self) -> bool:
-        """True if the circuit of at least one endpoint is closed, and no failure advises against that endpoint."""
+        """True if the circuit of at least one endpoint is closed, and that endpoint is not avoided after a failure."""
         return any(endpoint.breaker.closed and not endpoint.is_avoided for endpoint in self._all)
 
     def pieces(self, kind: str, prompt: str, ask: Ask, call: Call, max_tokens: int = 0) -> Pieces:
@@ -169,10 +169,10 @@ class Balancer(Sender):
         return next((each for each in others if each.breaker.closed and not each.is_avoided), None)
 
     def choices(self, prompt: str) -> list[Endpoint]:
-        """Returns all endpoints, the one to try first at the front.
+        """Returns all endpoints in the order in which to try them.
 
-        Healthy ones within their load bound come first, the one that was sent most of the prompt at the front; then
-        busier ones, then ones that stall intermittently, then ones that failed a moment ago, then ones that are down,
+        Healthy ones within their load bound come first, led by the one that was sent the longest prefix of the prompt;
+        then busier ones, then ones that stall intermittently, then ones that failed recently, then ones that are down,
         which refuse at once with the reason.
         """
         if len(self._endpoints) <= 1:
@@ -206,15 +206,15 @@ class Balancer(Sender):
         return set() if is_trial or 2 * len(stalling) > len(healthy) else stalling
 
     def _sent(self, prompt: str, endpoint: Endpoint) -> None:
-        """Notes that an endpoint gets a prompt, or its beginning."""
+        """Records that an endpoint gets a prompt, or a prefix of it."""
         if len(self._endpoints) > 1 and endpoint is not self._fallback:
             self._affinity.sent(prompt.encode(errors="surrogatepass"), endpoint.name)
 
     def destinations(self, prompt: str) -> list[Endpoint]:
-        """Returns the endpoints that get the prompts which begin with `prompt`: one, or all available ones.
+        """Returns the endpoints that will get prompts that begin with `prompt`, and records that they have it.
 
-        They are to compute it, so later prompts prefer them. A prefix is the same for all these prompts only if it is
-        complete.
+        That is one endpoint if `prompt` has PREFIX_CHARACTERS characters, so that the hash of the prefix is known;
+        otherwise all available endpoints.
         """
         choices = self.choices(prompt) or list(self._all)
         available = [choice for choice in choices if choice.breaker.closed and not choice.is_avoided]

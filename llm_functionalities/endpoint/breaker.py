@@ -1,4 +1,4 @@
-"""A circuit breaker: an endpoint that failed is left alone until it is healthy, so that no call waits for it."""
+"""A circuit breaker: an endpoint that failed gets no calls until it is healthy, so that no call waits for it."""
 
 import logging
 import math
@@ -12,23 +12,23 @@ logger = logging.getLogger(__name__)
 
 LONGEST_EJECTION_SECONDS = 300.0
 
-# Each such time without an ejection halves the length of the next one.
+# Each period of this length without an ejection halves the duration of the next one.
 FORGIVING_SECONDS = 30.0
 
 
 class CircuitBreaker:
-    """Lets the calls to one endpoint through while it is closed, and refuses them without a wait while it is open.
+    """Allows calls to one endpoint while it is closed, and refuses them at once while it is open.
 
-    It opens at once when no connection can be made, and after `tolerance` failures in a row otherwise. While it is
-    open, a thread calls `probe` every `interval` seconds, counted from start to start so that slow failures do not
+    It opens at once if no connection can be made, and after `tolerance` consecutive failures otherwise. While it is
+    open, a thread calls `probe` every `interval` seconds, counted from start to start, so that slow failures do not
     delay the recovery. The first probe that succeeds closes the breaker. After `patience` seconds without a call the
-    thread ends and leaves the breaker closed, so that the next call finds out.
+    thread ends and closes the breaker, so that the next call tries the endpoint.
 
-    An endpoint may say that it is healthy and fail every request. So it is also ejected, as in Envoy's outlier
-    detection: other endpoints should be preferred for `interval` seconds, and for twice as long after each failure
-    that follows the last ejection. Then it is on probation until a request succeeds.
+    An endpoint may report that it is healthy and still fail every request. So it is also ejected, as in Envoy's outlier
+    detection: other endpoints should be preferred for `interval` seconds, and for twice as long after each failure that
+    follows the last ejection. Then it is on probation until a request succeeds.
 
-    `probe` returns when the endpoint is healthy and raises ModelError when it is not. It has to bound its own time.
+    `probe` returns if the endpoint is healthy and raises ModelError if it is not. It needs a time-out of its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One request to a model server: its deadline, and the means to end it from another thread."""
+"""One request to a model server: its deadline, and how to end it from another thread."""
 
 import socket
 import threading
@@ -10,19 +10,18 @@ from dataclasses import dataclass
 
 from llm_functionalities.errors import BadResponse, Cancelled, DeadlineExceeded, ModelError
 
-# The response leaves this long before the caller's own gRPC deadline, so that it still arrives,
+# The response is sent this many seconds before the caller's gRPC deadline, so that it arrives in time,
 CALLER_MARGIN_SECONDS = 0.05
-
-# but no earlier than with this share of a short deadline left.
+# but at most this share of a short deadline before it.
 CALLER_MARGIN_SHARE = 0.2
 
-# Names a request in the metadata of calls, the headers of requests to endpoints, and the log of both.
+# Name of the request id in the metadata of calls, the headers of requests to endpoints, and the logs of both.
 REQUEST_ID = "x-request-id"
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """A point in time by which a call has its response. `at` is on the clock of `time.monotonic()`, in seconds."""
+    """The time by which a call must have its response. at: seconds on the clock of `time.monotonic()`."""
 
     at: float
 
@@ -34,10 +33,10 @@ class Deadline:
     def of_request(
         cls, timeout_ms: int, caller_seconds: float | None, default_seconds: float, longest_seconds: float
     ) -> "Deadline":
-        """Returns the sooner of the request's `timeout_ms` and the caller's gRPC deadline; the default without them.
+        """Returns the sooner of the request's `timeout_ms` and the caller's gRPC deadline; the default without both.
 
-        `caller_seconds` is what is left of the caller's gRPC deadline; the response has to leave a little before it.
-        No call gets more than `longest_seconds`.
+        caller_seconds: seconds until the caller's gRPC deadline, before which the response has to be sent. No call gets
+        more than `longest_seconds`.
         """
         limits = []
         if timeout_ms > 0:
@@ -48,7 +47,7 @@ class Deadline:
         return cls.after(min(longest_seconds, *limits) if limits else default_seconds)
 
     def remaining(self) -> float:
-        """Returns the seconds that are left: zero or less once it has passed."""
+        """Returns the seconds until the deadline: zero or less once it has passed."""
         return self.at - time.monotonic()
 
     def within(self, seconds: float) -> "Deadline":
@@ -57,17 +56,17 @@ class Deadline:
 
 
 class Call:
-    """Bounds everything that its worker thread does on the network.
+    """Limits the time of everything that its worker thread does on the network.
 
-    Every wait of the worker (name resolution, connecting, each read and write) asks `remaining()` first, so no sum
-    of short waits outlasts the deadline. `cancel` and `expire` may come from any thread: they shut the socket down
-    under the worker, which ends its read at once and tells the model server to stop generating.
+    Every wait of the worker (name resolution, connecting, each read and write) asks `remaining()` first, so that many
+    short waits do not exceed the deadline. `cancel` and `expire` are thread-safe: they shut down the worker's socket,
+    which ends its read at once and makes the model server stop generating.
     """
 
     def __init__(
         self, deadline: Deadline, headers: Mapping[str, str] | None = None, due: Deadline | None = None
     ) -> None:
-        """deadline: ends everything. due: by when the caller needs the answer, if that is sooner."""
+        """deadline: ends the call. due: time by which the caller needs the answer, if that is sooner."""
         self.deadline = deadline
         self.due = due or deadline
         self.headers = dict(headers or {})
@@ -77,9 +76,9 @@ class Call:
         self._socket: socket.socket | None = None
         # True once a byte of the request has been sent.
         self.sent = False
-        # Of the response; None before it has come.
+        # Headers of the response; None before it has come.
         self.response_headers: Mapping[str, str] | None = None
-        # True if an endpoint is to be tried although it was away a moment ago.
+        # True if an endpoint is tried although its circuit is open.
         self.insists = False
         # Names of the endpoints that were tried.
         self.tried: set[str] = set()
@@ -95,7 +94,7 @@ class Call:
         return attempt
 
     def remaining(self) -> float:
-        """Returns the seconds that are left: more than zero.
+        """Returns the seconds until the deadline, more than zero.
 
         Raises:
             DeadlineExceeded: the time is up.
@@ -131,16 +130,16 @@ class Call:
         return self.remaining()
 
     def release(self) -> None:
-        """Takes the connection out of reach of `cancel` and `expire`, because it may serve another call now."""
+        """Protects the connection from `cancel` and `expire`, because it may serve another call now."""
         with self._lock:
             self._socket = None
 
     def cancel(self) -> None:
-        """Ends the call because its caller has gone. Safe from any thread, more than once, and after its end."""
+        """Ends the call because its caller is gone. Thread-safe; may be called more than once, and after the end."""
         self._end_by(Cancelled)
 
     def expire(self) -> None:
-        """Ends the call because its time is up. Safe from any thread, more than once, and after its end."""
+        """Ends the call because its time is up. Thread-safe; may be called more than once, and after the end."""
         self._end_by(DeadlineExceeded)
 
     def _end_by(self, error: type[ModelError]) -> None:
@@ -155,11 +154,11 @@ class Call:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    # SSLSocket.shutdown drops its TLS state under the thread that reads; the plain socket's shutdown does not.
+    # SSLSocket.shutdown would drop the TLS state that the reading thread uses; the plain socket's shutdown does not.
     try:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except OSError:
-        return  # it is closed already, which is what was wanted
+        return  # it is closed already
 
 
 _current: ContextVar[Call] = ContextVar("current_call")

@@ -1,4 +1,4 @@
-"""One text-generation server: its requests, its health, and how many requests it works on.
+"""One text-generation server: its requests, its health, and its number of requests in progress.
 
 The connection is lazy: it is opened by the first request. A closed one is reconnected by the next request; while the
 circuit breaker is open, health checks find out when reconnecting works.
@@ -57,7 +57,7 @@ _ERROR_OF_STATUS: Mapping[int, type[ModelError]] = {
     429: EndpointOverloaded,
     503: Unavailable,
 }
-# Of routes that not every server has: they say nothing of the others.
+# Statuses of routes that not every server has: they say nothing about other routes.
 _NO_ROUTE = frozenset({404, 405, 501})
 UNHEALTHY = frozenset({429, 500, 502, 503, 504})
 LONGEST_MESSAGE = 300
@@ -65,16 +65,15 @@ LONGEST_MESSAGE = 300
 # Envoy's header: the milliseconds after which the response is useless.
 _TIME_LEFT = "x-envoy-expected-rq-timeout-ms"
 
-# Oatmill's server says with these codes that the time has passed, or is too short for what it has to do.
+# Codes of Oatmill's server for a deadline that has passed, or is too short.
 _ERROR_CODE = "x-error-code"
 _ERROR_OF_CODE: Mapping[str, type[ModelError]] = {
     "deadline_exceeded": DeadlineExceeded,
     "deadline_unreachable": NoTimeLeft,
 }
-# An event of a stream has no code: what fails within these seconds of the deadline does so because of it.
+# Events of a stream have no code: a failure within these seconds of the deadline counts as caused by it.
 _ABOUT_NOW_SECONDS = 0.05
-
-# Events that a stream may have besides one for each token.
+# Maximum number of events of a stream in addition to one for each token.
 MORE_EVENTS = 16
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -82,7 +81,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 # Seconds after which a feature that a server lacked is tried again.
 TRY_AGAIN_SECONDS = 300.0
 
-# Oatmill's server says so of a grammar that is too complex, and when it has too many to compile. It may take others.
+# Messages of Oatmill's server about a single grammar, or about too many at once. Other grammars may work.
 _ONE_GRAMMAR = (
     "the grammar cannot be used",
     "the grammar could not be followed",
@@ -96,7 +95,7 @@ class Endpoint:
     def __init__(
         self, address: Address, http: httpx2.Client, token: str | None = None, *, model: str = "", **breaker: Any
     ) -> None:
-        """model: the one that answers, of a server that has several; empty: the server's own choice."""
+        """model: name of the model of a server with several; empty: the server's default."""
         self._url = str(address)
         self._query = f"?model={quote(model, safe='')}" if model else ""
         self.name = f"{self._url}#{model}" if model else self._url
@@ -113,13 +112,13 @@ class Endpoint:
 
     @property
     def is_avoided(self) -> bool:
-        """True while requests should go to other endpoints: this one failed, and is not known to answer again."""
+        """True while requests should go to other endpoints, because this one failed and has not answered since."""
         return self.breaker.ejected or (self.breaker.on_probation and self._in_flight > 0)
 
     def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
         """Returns the model's answer, without the prompt. Raises ModelError.
 
-        An optional grammar is left out where the server takes none. A server generates nothing for a request that it
+        An optional grammar is left out if the server supports none. A server generates nothing for a request that it
         refuses, so the prompt may be sent again.
         """
         if not (generation.grammar_is_optional and generation.grammar):
@@ -142,7 +141,7 @@ class Endpoint:
     def _generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
         with self._serving(call):
             answer = self._client(call, "/generate").text_generation(prompt, **generation.parameters())
-            # The `details` of a response would say the same, for which the server would have to compute all logprobs.
+            # The `details` of a response have the same, but the server would have to compute all logprobs for them.
             headers = call.response_headers or {}
             generated = _count(headers.get("x-generated-tokens"))
             reason = headers.get("x-finish-reason", "")
@@ -151,7 +150,7 @@ class Endpoint:
             return GeneratedText(_text(answer), _text(reason), _count(headers.get("x-prompt-tokens")), generated)
 
     def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Generator[GeneratedText, None, None]:
-        """Yields the answer in pieces, as they come. Closing the iterator stops the generation. Raises ModelError."""
+        """Yields the answer in pieces as they arrive. Closing the iterator stops the generation. Raises ModelError."""
         with self._serving(call), self._client(call, "/generate_stream") as client:
             whole = False
             most = generation.max_tokens + MORE_EVENTS
@@ -170,9 +169,9 @@ class Endpoint:
                 raise ServerFailed("the stream ended before the answer did")
 
     def post(self, route: str, body: str, call: Call, *, counted: bool = True) -> GeneratedText:
-        """Returns the response to a body of JSON, as it is. Raises ModelError, such as NotServed.
+        """Posts a JSON body, and returns the response unchanged. Raises ModelError, such as NotServed.
 
-        counted: the request counts as load.
+        counted: True if the request counts as load.
         """
         with self._serving(call, counted=counted):
             headers = {name: value for name, value in self._headers(call).items() if value is not None}
@@ -185,7 +184,7 @@ class Endpoint:
             return GeneratedText(response.text)
 
     def _headers(self, call: Call) -> dict[str, str | None]:
-        # The header is set either way, because the client would send the machine's Hugging Face token without it.
+        # The header is always set, because otherwise the client would send the machine's Hugging Face token.
         bearer = f"Bearer {self._token}" if self._token else None
         left = {_TIME_LEFT: str(max(1, int(1000 * call.remaining())))}
         return {**call.headers, **left, "authorization": bearer}
@@ -215,10 +214,10 @@ class Endpoint:
         except EndpointDown as error:
             self.breaker.unreachable(error)
             raise
-        except NoTimeLeft:  # others, which have more time, are answered
+        except NoTimeLeft:  # requests with more time are answered
             self.breaker.succeeded()
             raise
-        except ResponseTooLarge:  # says nothing of the endpoint's health, for better or worse
+        except ResponseTooLarge:  # says nothing about the endpoint's health
             raise
         except EndpointFailed as error:
             self.breaker.failed(error)
@@ -235,7 +234,7 @@ class Endpoint:
 
 
 class OptionalFeature:
-    """Remembers for a while that a server lacks a feature. Then another server may have come in its place."""
+    """Remembers for TRY_AGAIN_SECONDS that a server lacks a feature. Later it may have been upgraded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -246,7 +245,7 @@ class OptionalFeature:
         return time.monotonic() >= self._try_at
 
     def missing(self) -> bool:
-        """Notes that the server lacks the feature. Returns True if that is news. Used from many threads."""
+        """Records that the server lacks the feature. Returns True if that was not known. Thread-safe."""
         with self._lock:
             known, self._is_missing = self._is_missing, True
             self._try_at = time.monotonic() + TRY_AGAIN_SECONDS
@@ -257,14 +256,14 @@ class OptionalFeature:
 
 
 def _concerns_one_grammar(message: str) -> bool:
-    """Returns True if a server's message says nothing of the grammars of other requests."""
+    """Returns True if a server's message concerns only the grammar of one request."""
     return any(words in message for words in _ONE_GRAMMAR)
 
 
 def _text(answer: Any) -> str:
-    """Returns `answer` with U+FFFD for each half of a surrogate pair: JSON may have them, gRPC's messages may not.
+    """Replaces lone surrogates by U+FFFD: JSON may have them, gRPC messages may not.
 
-    Raises BadResponse if it is not a text.
+    Raises BadResponse if `answer` is not a str.
     """
     if not isinstance(answer, str):
         raise BadResponse(f"the answer is a {type(answer).__name__}, not a text")
@@ -272,14 +271,14 @@ def _text(answer: Any) -> str:
 
 
 def _count(value: Any) -> int:
-    """Returns a number of tokens as a server writes it; 0 if it is none."""
+    """Parses a number of tokens in a server's response; 0 if it is not a number."""
     text = str(value)
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 @contextmanager
 def _model_errors(call: Call) -> Iterator[None]:
-    """Turns whatever the client raises into a ModelError."""
+    """Turns all exceptions of the HTTP client into ModelErrors."""
     try:
         yield
     except ModelError:
@@ -295,7 +294,7 @@ def _model_errors(call: Call) -> Iterator[None]:
         message = _short(f"{type(error).__name__}: {error}")
         if not call.sent:
             raise Rejected(f"the request cannot be written as JSON: {message}") from None
-        # The client parses the response as it comes, and a malformed one may fail anywhere, with any exception.
+        # The client parses the response as it arrives, and a malformed one may raise any exception.
         raise BadResponse(message) from None
 
 
@@ -309,7 +308,7 @@ def _of_status(status: int, message: str, call: Call) -> ModelError:
 
 
 def _of_report(error: TextGenerationError, call: Call) -> ModelError:
-    """Returns the error that came as an event of a stream."""
+    """Converts an error that a stream reported as an event."""
     if isinstance(error, OverloadedError):
         return EndpointOverloaded(_short(str(error)))
     if isinstance(error, ValidationError):

@@ -1,4 +1,4 @@
-"""The parameters of a generation: what a text-generation server is sent beside the prompt."""
+"""The parameters of a generation, which are sent to a text-generation server together with the prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,27 +9,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Grammar:
-    """The form that the model server enforces on an answer: a JSON schema, or a regular expression."""
+    """The grammar that the model server enforces: a JSON schema, or a regular expression."""
 
     json_schema: dict[str, Any] | None = None
     regex: str | None = None
 
     @cached_property
     def payload(self) -> dict[str, Any]:
-        """The grammar as the text-generation API takes it."""
+        """The grammar in the form of the text-generation API."""
         if self.regex is not None:
             return {"type": "regex", "value": self.regex}
-        # InferenceClient drops every null of its request, but `"const": null` means something. Text keeps it.
+        # InferenceClient drops every null of its request, but `"const": null` has a meaning. As text, it is kept.
         value = json.dumps(self.json_schema) if _has_null(self.json_schema) else self.json_schema
         return {"type": "json", "value": value}
 
 
 @dataclass(frozen=True)
 class GenerationParameters:
-    """The parameters that a text-generation server is sent beside the prompt.
+    """The parameters that are sent to a text-generation server together with the prompt.
 
-    max_tokens: maximum number of tokens of the answer. grammar_is_optional: a server that takes no grammars may answer
-    without it. adapter_id: of an adapter that the server has; None: the model as it is. sampling: further arguments of
+    max_tokens: maximum number of tokens of the answer. grammar_is_optional: True if a server without grammar support
+    may answer without it. adapter_id: id of an adapter of the server; None: no adapter. sampling: further arguments of
     `InferenceClient.text_generation`, such as `temperature`. stop: texts that end the answer.
     """
 
@@ -57,11 +57,11 @@ class GenerationParameters:
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """A text, or a piece of one, as a server generated it.
+    """A generated text, or a piece of it.
 
-    finish_reason: why the whole text ends; "" in the middle of it, and when the server does not say. The numbers of
-    tokens are of the whole; 0 when they are not known. model: the name of the model that wrote it, if the call named
-    any.
+    finish_reason: why the whole text ended; "" for other pieces, and if the server does not report it. prompt_tokens,
+    generated_tokens: those of the whole text; 0 if they are not known. model: name of the model that wrote it, if the
+    call listed models.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Hedged requests: if an answer is late, the prompt is also sent to another endpoint, and the sooner answer counts.
+"""Hedged requests: if an answer is late, the prompt is also sent to another endpoint, and the first answer is used.
 
 Dean and Barroso, "The Tail at Scale", 2013. A budget keeps hedges from adding to an overload.
 """
@@ -23,31 +23,32 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Hedges that may be sent at once after a time without any.
+# Maximum number of hedges that may be sent at once after a time without any.
 MOST_SAVED = 10.0
 
-# The 95th percentile covers the last LATENCIES requests. It is computed from ENOUGH_LATENCIES on, after every EVERY.
+# The 95th percentile is that of the last LATENCIES requests, if there are ENOUGH_LATENCIES, computed every EVERY
+# requests.
 LATENCIES, ENOUGH_LATENCIES, EVERY = 512, 20, 16
 
-# An endpoint stalls if STALLS of its RECENT requests were late by far, or were answered by a hedge.
+# An endpoint counts as stalling if STALLS of its RECENT requests were very late, or were answered by a hedge.
 RECENT, STALLS = 50, 3
 LATE_BY_FAR = 2.0
 
-# How hedges ended: the second answer came first, came later, or was none; or the budget had no hedge left.
+# Outcomes of hedges: the second answer came first, came later, or failed; or the budget had no hedge left.
 WON, LOST, FAILED, NO_BUDGET = "won", "lost", "failed", "no_budget"
 
 Attempt = Callable[[Call], Generator[T, None, None]]
 
 
 class Hedging:
-    """Sends late requests a second time, on average at most `budget` hedges a call. Used from many threads."""
+    """Sends late requests a second time, on average at most `budget` hedges per call. Thread-safe."""
 
     def __init__(
         self, after: float | None, *, budget: float | None = 0.1, threads: int = 16, count: Callable[[str], None]
     ) -> None:
-        """after: seconds until a request is late; None: the 95th percentile of the last calls.
+        """after: seconds after which a request is late; None: the 95th percentile of the last calls.
 
-        budget: None: any number. threads: maximum number of hedges at a time. count: called with the outcome of each.
+        budget: None: unlimited. threads: maximum number of concurrent hedges. count: called with each hedge's outcome.
         """
         self._after = after
         self._budget = budget or 0.0
@@ -73,11 +74,11 @@ class Hedging:
         second: Callable[[Call], Attempt[T] | None],
         after: float | None = None,
     ) -> Generator[T, None, None]:
-        """Yields the pieces of the attempt whose first piece comes first; the other one is cancelled.
+        """Yields the pieces of the attempt whose first piece comes first; the other attempt is cancelled.
 
-        kind: a name for requests of similar duration. first: runs in this thread. second: returns the second attempt,
-        given the call of the first; None: there is no endpoint for it. after: seconds until this request is late; None:
-        as for all requests. Raises ModelError.
+        kind: a name for requests of similar duration. first: the first attempt, which runs in this thread. second:
+        returns the second attempt, given the call of the first; None if there is no endpoint for it. after: seconds
+        after which this request is late; None: as for all requests. Raises ModelError.
         """
         race = _Race[T](call)
         begun = time.monotonic()
@@ -102,9 +103,9 @@ class Hedging:
             race.end()
 
     def _note(self, race: "_Race[T]", latencies: "_Latencies", begun: float, *, answered: bool) -> None:
-        """Notes how long the first piece took, and if the first endpoint was late by far.
+        """Records the latency of the first piece, and if the first endpoint was very late.
 
-        answered: there is a first piece. Nothing is noted of an endpoint that was tried after another.
+        answered: True if there is a first piece. If several endpoints were tried, nothing is recorded.
         """
         if (endpoint := race.first_endpoint) is None:
             return
@@ -146,10 +147,10 @@ class Hedging:
 
 
 class _Latencies:
-    """Durations in seconds of the last requests of a kind that were answered by the endpoint that they went to first.
+    """Latencies in seconds of the last requests of a kind that their first endpoint answered.
 
-    percentile: the 95th of the endpoint where it is lowest: of one that stalls intermittently, it may be a stall. None
-    as long as there are few. Requests that a hedge answered do not count, which would make all later hedges later.
+    percentile: the lowest 95th percentile of all endpoints, since that of an endpoint that stalls may be a stall; None
+    if there are too few latencies. Requests that a hedge answered do not count: they would make later hedges later.
     """
 
     def __init__(self) -> None:
@@ -166,7 +167,7 @@ class _Latencies:
 
 
 class _Race(Generic[T]):
-    """Two attempts at one prompt: one in the thread of its call, and perhaps one in a thread of its own."""
+    """Two attempts at one prompt: one in the thread of its call, and perhaps one in another thread."""
 
     def __init__(self, call: Call) -> None:
         self.calls = call.attempt(), call.attempt()
@@ -277,7 +278,7 @@ class _Race(Generic[T]):
 
 
 class _Timers:
-    """Calls functions at their times, in one thread that is started when it is first needed."""
+    """Calls functions at given times, in one thread that is started when it is first needed."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []

@@ -1,8 +1,8 @@
-"""Finds the IP addresses of host names, always within a bound.
+"""Finds the IP addresses of host names, always within a time-out.
 
-`socket.getaddrinfo` cannot be bounded: with a name server that never answers it holds its thread for 10 seconds and
-more. So names are looked up here in the order of nsswitch's usual `files dns`: IP addresses, then the names in
-`/etc/hosts` and `localhost`, then the name servers of `resolv.conf`, through dnspython.
+`socket.getaddrinfo` has no time-out: if a name server never answers, it blocks its thread for 10 seconds and more. So
+names are resolved here, in the order of nsswitch's usual `files dns`: IP addresses, then the names in `/etc/hosts` and
+`localhost`, then the name servers of `resolv.conf`, through dnspython.
 """
 
 import asyncio
@@ -34,26 +34,25 @@ MAX_ALIASES = 8
 # A datagram may get lost, so each name server gets this many queries before the look-up fails.
 ROUNDS = 2
 
-# An address is remembered for no longer than this, whatever its time to live, because containers move.
+# Maximum seconds for which an address is cached, whatever its time to live, because containers move.
 LONGEST_MEMORY_SECONDS = 30.0
-
-# While no name server answers, expired addresses are used for so long (RFC 8767); the lookup is repeated so often.
+# While no name server answers: seconds for which expired addresses are used (RFC 8767), and seconds between look-ups.
 STALE_SECONDS = 3600.0
 STALE_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class _Remembered:
-    """The result of a look-up. `until` is on the clock of `time.monotonic()`."""
+    """The cached result of a look-up. until: expiry on the clock of `time.monotonic()`."""
 
     addresses: list[str]
     until: float
 
 
 class Resolver:
-    """Finds addresses within `bound` seconds. All who ask for a name during a look-up share it.
+    """Finds addresses within `bound` seconds. Concurrent calls for the same name share a look-up.
 
-    `servers` (address, port) are queried instead of the servers in `resolv_conf`, which is read for each look-up.
+    servers: (address, port) of name servers to query instead of those in `resolv_conf`, which is read for each look-up.
     """
 
     def __init__(
@@ -97,12 +96,12 @@ class Resolver:
         return self._wait(running, call)
 
     def forget(self, name: str) -> None:
-        """Makes the next `resolve` ask again, because nothing listens at the remembered addresses of `name`."""
+        """Removes `name` from the cache, because nothing listens at its addresses."""
         with self._lock:
             self._known.pop(name, None)
 
     def put_last(self, name: str, address: str) -> None:
-        """Makes later calls try the remembered addresses of `name` in another order, because this one failed."""
+        """Moves an address of `name` to the end of its cached addresses, because it failed."""
         with self._lock:
             if (known := self._known.get(name)) is not None and address in known.addresses:
                 others = [each for each in known.addresses if each != address]
@@ -115,7 +114,7 @@ class Resolver:
             raise DeadlineExceeded("the deadline passed before the host name was resolved") from None
 
     def _look_up_for_all(self, name: str, running: Future[list[str]]) -> None:
-        # Bounded by the resolver's own bound alone: a short deadline of the first caller does not concern the others.
+        # Limited only by the resolver's own time-out: a short deadline of the first caller must not affect the others.
         try:
             addresses, lifetime = asyncio.run(self._look_up(name))
         except _Unanswered as error:
@@ -138,7 +137,7 @@ class Resolver:
                 del self._running[name]
 
     def _stale(self, name: str) -> list[str]:
-        """Returns expired addresses of `name`, and allows their use a little longer."""
+        """Returns the expired addresses of `name`, and extends their use a little."""
         now = time.monotonic()
         with self._lock:
             known = self._known.get(name)
@@ -179,12 +178,12 @@ class Resolver:
         if self._servers is not None:
             resolver.nameservers = [dns.nameserver.Do53Nameserver(*server) for server in self._servers]
         resolver.timeout = self._bound / (ROUNDS * len(resolver.nameservers))
-        resolver.lifetime = 2 * self._bound  # ends no look-up: `_look_up` does, which is exact
+        resolver.lifetime = 2 * self._bound  # never reached: `_look_up` has an exact time-out
         return resolver
 
 
 class _Unanswered(Unresolvable):
-    """No name server said whether the name has an address."""
+    """No name server answered the question for the name's addresses."""
 
 
 def _candidates(name: dns.name.Name, resolver: dns.asyncresolver.Resolver) -> list[dns.name.Name]:
@@ -212,12 +211,12 @@ async def _addresses_of(name: dns.name.Name, resolver: dns.asyncresolver.Resolve
                 return [record.address for record in answer.rrset], answer.chaining_result.minimum_ttl
             if answer.canonical_name == name:
                 break
-            name = answer.canonical_name  # a server that knows the alias, yet not what it stands for
+            name = answer.canonical_name  # the server knows the alias but not its target's address
     return [], 0.0
 
 
 def _first_problem(error: dns.resolver.NoNameservers) -> str:
-    """Returns what the first name server that failed did, such as `name server 192.0.2.1: SERVFAIL`."""
+    """Returns the failure of the first name server, such as `name server 192.0.2.1: SERVFAIL`."""
     name_server, _, _, reason, _ = error.kwargs["errors"][0]
     return f"name server {_address_of(name_server)}: {reason}"
 
@@ -228,7 +227,7 @@ def _address_of(name_server: object) -> str:
 
 
 def local_addresses(name: str, hosts_file: Path) -> list[str]:
-    """Returns the addresses that the machine knows for `name`: hosts(5), and RFC 6761 section 6.3 for localhost."""
+    """Returns the addresses of `name` that need no name server: by hosts(5), or by RFC 6761, 6.3 for localhost."""
     wanted = name.rstrip(".").lower()
     if found := [address for address, names in _entries(hosts_file) if wanted in names]:
         return found

@@ -1,7 +1,7 @@
-"""The HTTP transport of `huggingface_hub.InferenceClient`: every wait is bounded by the call that waits.
+"""The HTTP transport of `huggingface_hub.InferenceClient`: every wait ends with the deadline of its call.
 
-An HTTP client's read time-out bounds the pause between two pieces of a response, so a server that sends one byte a
-second is never late. Here each read asks the current `Call` how much of its time is left, so their sum is bounded.
+An HTTP client's read time-out limits the pause between two pieces of a response, so a server that sends one byte a
+second is never late. Here each read asks the current `Call` for its remaining time, so that their sum is limited.
 """
 
 import math
@@ -29,33 +29,30 @@ from llm_functionalities.errors import (
 )
 from shared.addresses import is_ip_address
 
-# Servers keep an idle connection longer (uvicorn: 5 s), so none is picked just as its server closes it.
+# Seconds for which an idle connection is kept. Servers keep it longer (uvicorn: 5 s), so that none is used just as its
+# server closes it.
 KEEP_ALIVE_SECONDS = 3.0
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 0.2
 
-# A request that a server has not read is sent this often in all, each time over another connection.
+# Maximum number of times that a request is sent if servers do not read it, each time over another connection.
 SENDING_ATTEMPTS = 3
-
-# Bytes before the body of a response: of its head, and of all 1xx responses before it, which are read 64 KiB at a time.
+# Maximum bytes before the body of a response: its head, and all 1xx responses before it, read 64 KiB at a time.
 LONGEST_HEAD = 128 * 1024
-
-# Bytes that the lines of a response have on average at least, because each costs time of its own.
+# Minimum mean length of a response's lines in bytes, because each line takes time to parse.
 BYTES_PER_LINE = 16
-
-# A connection to a host name is used for so long: the name may have moved to another address.
+# Seconds for which a connection to a host name is used, as the name may have moved to another address.
 CONNECTION_SECONDS = 30.0
-
-# The reset of a connection that was closed already follows within a round trip.
+# Seconds to wait for the reset of a connection that the server has closed: it comes within a round trip.
 RESET_SECONDS = 0.1
 
 
 class BoundedBackend(httpcore2.NetworkBackend):
     """Connects to host names that `resolver` finds. Each address of a name gets at most `connect_timeout` seconds.
 
-    It gets no more than its share of the call's time, so that one which does not answer leaves time for the others. An
-    attempt that fails is made again, up to `attempts` times in all, always within the call's time.
+    It also gets at most its share of the call's time, so that an address that does not answer leaves time for the
+    others. Up to `attempts` attempts are made, always within the call's time.
     """
 
     def __init__(self, resolver: Resolver, connect_timeout: float, attempts: int) -> None:
@@ -104,9 +101,9 @@ class BoundedBackend(httpcore2.NetworkBackend):
 
 
 class BoundedStream(httpcore2.NetworkStream):
-    """A connection that serves one call after another. No wait of it outlasts the call that it serves.
+    """A connection that serves one call after another. Its waits end with the deadline of the call that it serves.
 
-    ends_at: when it is not to serve another one, on the clock of `time.monotonic()`.
+    ends_at: time from which it serves no further call, on the clock of `time.monotonic()`.
     """
 
     def __init__(self, stream: httpcore2.NetworkStream, handshake_timeout: float, ends_at: float = math.inf) -> None:
@@ -114,15 +111,15 @@ class BoundedStream(httpcore2.NetworkStream):
         self._handshake_timeout = handshake_timeout
         self._ends_at = ends_at
         self._head_bytes = 0
-        # Of the request that was sent last.
+        # State of the last request.
         self._is_answered = False
         self._write_failed = False
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Raises Unread if the connection ends before the response begins, and the server has not read the request.
+        """Reads from the connection. Raises Unread if it ends without a response and the request was not read.
 
-        A system resets a connection that its process closes, or abandons, with unread bytes. One on
-        which everything was read ends without a reset, whatever becomes of the process.
+        A system resets a connection if its process closes it, or ends, with unread bytes. If everything was read, the
+        connection ends without a reset.
         """
         try:
             data = self._stream.read(max_bytes, self._hold())
@@ -189,14 +186,14 @@ class BoundedStream(httpcore2.NetworkStream):
         return current_call().hold(self._stream.get_extra_info("socket"))
 
     def _is_reset(self) -> bool:
-        """Returns True if the server's system resets the connection, which its process has closed."""
+        """Returns True if the server's system resets the connection, which the server has closed with unread bytes."""
         reset = select.poll()
-        reset.register(self._stream.get_extra_info("socket"), 0)  # errors and hang-ups are reported anyway
+        reset.register(self._stream.get_extra_info("socket"), 0)  # errors and hang-ups are always reported
         return bool(reset.poll(RESET_SECONDS * 1000))
 
 
 class _HeldSSLSocket(ssl.SSLSocket):
-    """A socket whose handshake ends with its call. It takes the place of the plain socket before its handshake."""
+    """A TLS socket whose handshake ends with its call: `cancel` can shut it down instead of the plain socket."""
 
     def do_handshake(self, block: bool = False) -> None:
         try:
@@ -208,9 +205,9 @@ class _HeldSSLSocket(ssl.SSLSocket):
 
 
 class BoundedTransport(httpx2.BaseTransport):
-    """Sends each request within the current `Call` over connections that outlive it; again only if it was not read.
+    """Sends requests within the current `Call` over pooled connections; again only if the server did not read one.
 
-    No redirect is followed and no proxy of the environment is used: the endpoint is what it was configured to be.
+    Follows no redirects and uses no proxy of the environment: requests go only to the configured endpoint.
     """
 
     def __init__(self, backend: BoundedBackend, tls: ssl.SSLContext | None, max_response_bytes: int) -> None:
@@ -269,7 +266,7 @@ class BoundedTransport(httpx2.BaseTransport):
 
 
 class _BoundedBody(httpx2.SyncByteStream):
-    """The bytes of a response. Raises ResponseTooLarge when there are more than `limit`, BadResponse for tiny lines."""
+    """The bytes of a response. Raises ResponseTooLarge beyond `limit`, and BadResponse for too many short lines."""
 
     def __init__(self, stream: httpx2.SyncByteStream, call: Call, limit: int) -> None:
         self._stream = stream
@@ -292,7 +289,7 @@ class _BoundedBody(httpx2.SyncByteStream):
             raise ConnectionLost(str(error)) from None
 
     def close(self) -> None:
-        # The connection goes back to the pool after this, and a late `cancel` must not hit the next call.
+        # The connection returns to the pool after this, and a late `cancel` must not affect the next call.
         self._call.release()
         self._stream.close()
 
@@ -301,7 +298,7 @@ def install(transport: BoundedTransport) -> httpx2.Client:
     """Makes every InferenceClient of the process use `transport`. Returns the HTTP client that they share."""
     # With telemetry on, the first request would fetch a list from huggingface.co to describe this machine.
     constants.HF_HUB_DISABLE_TELEMETRY = True
-    # The limit of a response counts the bytes that come, and a few compressed ones may hold gigabytes.
+    # The limit of a response counts received bytes, and a few compressed bytes may unpack to gigabytes.
     headers = {"accept-encoding": "identity"}
     client = httpx2.Client(transport=transport, headers=headers, timeout=None, follow_redirects=False, trust_env=False)
     set_client_factory(lambda: client)

@@ -1,1 +1,1 @@
-"""The model as the services see it: it always answers in time, if need be with nothing."""
+"""The model in the view of the services: there is always an answer in time, which may be empty."""

@@ -1,4 +1,4 @@
-"""Counts empty responses by their reason, and logs why: none is ever silent, and few lines say it."""
+"""Counts empty responses by their reason, and logs the reasons at a limited rate."""
 
 import logging
 import time
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_SECONDS = 5.0
 
-# Of one reason and different messages, such as what a server says of different requests, within that time.
+# The most lines with different messages that are logged for one reason in LOG_EVERY_SECONDS.
 MOST_MESSAGES = 10
 
-# The reasons that are the model's own; the others are in `errors.ModelError`.
+# Reasons why an answer that the model gave counts as empty. The reasons of failures are in `errors.ModelError`.
 SAID_NOTHING = "no_text"
 UNUSABLE = "unusable"
 
@@ -28,10 +28,10 @@ class EmptyResponses:
         self._logged: dict[str, dict[str, float]] = {}
 
     def count(self, reason: str, message: str, request_id: str = "") -> None:
-        """Counts one more, and logs `message` with the number since the reason's last line.
+        """Counts one empty response, and logs `message` with the number of responses since the reason's last line.
 
-        Unless it was logged a moment ago: the reason, or of requests that a server rejects the message. request_id: of
-        the last of them.
+        Logs a reason at most once in LOG_EVERY_SECONDS. For requests that a server rejects, this holds for each
+        message. request_id: the id of the request of this response.
         """
         self._on_empty(reason)
         self._unlogged[reason] = self._unlogged.get(reason, 0) + 1

@@ -1,4 +1,4 @@
-"""Asks the model for the services. Every question is answered by its deadline, if need be with nothing."""
+"""Sends questions to the model. Each one has an outcome by its deadline: an answer, or the reason why there is none."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from llm_functionalities.model.pool import FairPool
 
 logger = logging.getLogger(__name__)
 
-# Workers are stopped this long after a deadline. Many that wake at once must not delay the response.
+# Workers are stopped this long after a deadline, so that many workers waking at once do not delay the response.
 ANSWER_FIRST_SECONDS = 0.02
 
 # A worker that is not stopped stops by itself this long after its deadline.
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Question(Generic[T]):
-    """One thing to ask the model. `prompt` is None when there is nothing to ask.
+    """One request to the model. `prompt` is None when there is nothing to ask.
 
-    Questions are made, and answers parsed, by the worker thread that asks: both may take milliseconds. `parse` returns
-    None when it can make no use of the answer. Neither raises. route: of the model server, for a prompt that is its
-    body as JSON; None: the prompt is a text to continue. endpoint: the one to ask, which does not
-    count as load; None: the balancer chooses.
+    A worker thread makes the question and parses the answer, because both may take milliseconds. Neither may raise.
+    `parse` returns None for an answer that it cannot use. route: the route of the model server that gets `prompt` as
+    its JSON body; None: `prompt` is a text to continue. endpoint: the endpoint to ask, without counting it as load;
+    None: the balancer chooses one. It is used with a `route` only.
     """
 
     prompt: str | None
@@ -52,15 +52,15 @@ class Question(Generic[T]):
 
     @classmethod
     def verbatim(cls, prompt: str | None) -> "Question[str]":
-        """Returns the question whose answer is taken as it is, without white space around it."""
+        """Returns a question whose value is the answer's text, without white space around it."""
         return Question(prompt, str.strip)
 
 
 @dataclass(frozen=True)
 class Answer(Generic[T]):
-    """The outcome of a question. `value` is None without an answer; then `reason` and `message` say why.
+    """The outcome of a question. Without an answer `value` is None, and `reason` and `message` say why.
 
-    No model was called when both `value` and `reason` are None. generated: what the server said of the text.
+    When both `value` and `reason` are None, there was nothing to ask. generated: the server's response.
     """
 
     value: T | None
@@ -81,12 +81,12 @@ TOO_LATE: Answer[Any] = Answer.without(DeadlineExceeded("the deadline passed"))
 
 
 class Model:
-    """Asks endpoints, which `balancer` chooses, on the threads of `pool`. Its methods run on the event loop."""
+    """Sends questions to endpoints on the threads of `pool`. Call its methods on the event loop."""
 
     def __init__(
         self, balancer: Balancer, pool: FairPool, empty_responses: EmptyResponses, ladders: Ladders | None = None
     ) -> None:
-        """ladders: the models that calls may name; None: there are none."""
+        """ladders: the models that calls may name. Calls that name none go to an endpoint that `balancer` chooses."""
         self._balancer = balancer
         self._ladders = ladders
         self._pool = pool
@@ -94,7 +94,7 @@ class Model:
         self._batch_text = threading.Lock()
 
     def destinations(self, prompt: str, models: Sequence[str] = ()) -> list[Endpoint]:
-        """Returns the endpoints that get the prompts which begin with `prompt`, of all of `models` if there are any."""
+        """Returns the endpoints that get prompts that begin with `prompt`: if given, those of each of `models`."""
         return self._sender(models).destinations(prompt)
 
     def _sender(self, models: Sequence[str]) -> Sender:
@@ -111,10 +111,10 @@ class Model:
         models: Sequence[str] = (),
         counted: bool = True,
     ) -> list[Answer[T]]:
-        """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together.
+        """Asks questions 0 to `count` - 1 and returns their answers in this order, by the deadline.
 
-        A single question does not wait for the questions of batches. models: names of those that may answer, from the
-        largest to the smallest; none: any endpoint. counted: missing answers count as empty responses.
+        A single question does not wait for the questions of batches. models: names of the models that may answer, from
+        the largest to the smallest; empty: any endpoint may. counted: count missing answers as empty responses.
         """
         if not count:
             return []
@@ -149,9 +149,9 @@ class Model:
         *,
         models: Sequence[str] = (),
     ) -> AsyncGenerator[Answer[str], None]:
-        """Yields the answer in pieces. The last one says why it ends. When the model fails, it has the reason.
+        """Yields the answer in pieces. The last one has the finish reason, or the reason of a failure.
 
-        models: as for `answers`. Closing the iterator stops the generation.
+        Closing the iterator stops the generation. models: see `answers`.
         """
         loop = asyncio.get_running_loop()
         call = _call(deadline, headers)
@@ -183,10 +183,10 @@ class Model:
         text_work: Callable[[], AbstractContextManager[None]],
         call: Call,
     ) -> Answer[T]:
-        """text_work: what the worker enters to make the question or to parse the answer."""
+        """text_work: returns the context manager in which the question is made and the answer is parsed."""
         try:
             with text_work():
-                call.remaining()  # it may have waited until now
+                call.remaining()  # raises if the deadline passed while the call waited for a thread
                 question = ask()
             if question.prompt is None:
                 return Answer(None)
@@ -213,10 +213,10 @@ class Model:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Lets one batch's worker at a time work on text, for at most half of the time.
+        """Lets one worker of a batch at a time work on text, and pauses for as long as the work took.
 
-        The event loop needs the interpreter several times for each answer, and waits for it for milliseconds each time
-        next to threads that compute without a pause.
+        The event loop needs the interpreter several times for each answer. Next to threads that compute without a
+        pause, it waits for milliseconds each time.
         """
         with self._batch_text:
             begun = time.perf_counter()
@@ -254,9 +254,9 @@ class Model:
 
 
 class _PendingAnswers(Generic[T]):
-    """Answers that worker threads put in their places while the event loop waits for the last of them.
+    """Collects the answers of worker threads while the event loop waits for the last one.
 
-    A `Call` exists only for a question that a worker works on, so a long batch costs little until its turn comes.
+    A `Call` exists only while a worker works on its question, so a long batch takes little memory.
     """
 
     def __init__(self, size: int, deadline: Deadline, headers: Mapping[str, str]) -> None:
@@ -271,7 +271,7 @@ class _PendingAnswers(Generic[T]):
         self._complete = self._loop.create_future()
 
     def work(self, place: int, ask: Callable[[Call], Answer[T]]) -> None:
-        """Puts what `ask` returns into its place. Called by a worker thread."""
+        """Stores the answer that `ask` returns as number `place`. Called by a worker thread."""
         call = _call(self._deadline, self._headers)
         with self._lock:
             if self._ended:
@@ -288,7 +288,7 @@ class _PendingAnswers(Generic[T]):
                 _tell(self._loop, self._complete.set_result, None)
 
     async def wait(self) -> None:
-        """Returns once all answers are there or the deadline has passed. Ends the calls that are left then."""
+        """Waits until all answers are there or the deadline has passed. Then ends the calls that still run."""
         end = Call.cancel
         try:
             await asyncio.wait([self._complete], timeout=max(0.0, self._deadline.remaining()))
@@ -310,7 +310,7 @@ def _call(deadline: Deadline, headers: Mapping[str, str]) -> Call:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *arguments: Any) -> None:
-    """Calls `callback` on the loop's thread."""
+    """Calls `callback` on the loop's thread. Does nothing if the loop has ended."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:

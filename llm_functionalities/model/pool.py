@@ -1,4 +1,4 @@
-"""A bounded number of worker threads, shared fairly by all calls."""
+"""A pool of worker threads that all calls share fairly."""
 
 import logging
 import threading
@@ -14,7 +14,7 @@ Job = Callable[[], None]
 
 
 class _Batch:
-    """The jobs of one batch that still wait. A job costs no memory before it is taken."""
+    """The jobs of one batch that no thread has taken. A job is made when it is taken, to save memory."""
 
     def __init__(self, size: int, job: Callable[[int], None]) -> None:
         self._size = size
@@ -26,20 +26,20 @@ class _Batch:
         return self._size - self._begun
 
     def take(self) -> Job:
-        """Returns the next job. At least one has to wait."""
+        """Returns the next job. There has to be one."""
         self._begun += 1
         return partial(self._job, self._begun - 1)
 
     def drop(self) -> None:
-        """Forgets what still waits."""
+        """Drops the jobs that no thread has taken."""
         self._begun = self._size
 
 
 class FairPool:
-    """Runs jobs in at most `threads` threads, started when first needed. Jobs wait where no more can be started.
+    """Runs jobs in at most `threads` threads, which it starts when they are first needed.
 
-    Single jobs and batches take turns, and so do the batches among themselves, one job each. Of all threads, batches
-    hold at most `batch_threads` at a time, so a single job never waits for the end of a long batch.
+    The next job is in turn a single job and a job of a batch, and the batches take turns as well. The jobs of batches
+    hold at most `batch_threads` threads at a time, so a single job never waits for the end of a long batch.
     """
 
     def __init__(self, threads: int, batch_threads: int) -> None:
@@ -61,15 +61,15 @@ class FairPool:
             return len(self._singles) + sum(batch.waiting for batch in self._batches)
 
     def run(self, job: Job) -> None:
-        """Runs `job` soon. It must not raise. Raises NoThread when there is no thread to run it."""
+        """Queues `job`, which must not raise. Raises NoThread if the pool has no thread and can start none."""
         with self._changed:
             self._singles.append(job)
             self._wake()
 
     def run_batch(self, size: int, job: Callable[[int], None]) -> Callable[[], None]:
-        """Runs `job` soon with each number below `size`, in turn with all other jobs.
+        """Queues `job(0)` to `job(size - 1)`. Returns a function that drops those that no thread has taken.
 
-        Returns a function that drops the jobs that still wait. Raises NoThread when there is no thread to run them.
+        Raises NoThread if the pool has no thread and can start none.
         """
         batch = _Batch(size, job)
         with self._changed:
@@ -102,7 +102,7 @@ class FairPool:
                 thread.start()
             except RuntimeError as error:  # the system allows no more threads at the moment
                 if self._threads:
-                    break  # they will come to these jobs
+                    break  # the running threads will take these jobs
                 self._singles.clear()
                 self._batches.clear()
                 raise NoThread(f"the service can start no thread: {error}") from None
@@ -122,7 +122,7 @@ class FairPool:
                     self._changed.notify()
 
     def _take(self) -> tuple[Job, bool] | None:
-        """Returns the next job, and True if it is a batch's. Returns None when the pool stops."""
+        """Waits for a job and returns it, with True if it is part of a batch. Returns None when the pool stops."""
         with self._changed:
             while not self._stopping:
                 if self._batch_turn or not self._singles:

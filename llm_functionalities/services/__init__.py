@@ -1,1 +1,1 @@
-"""The gRPC services, and what happens around each of their calls."""
+"""The gRPC services, with the admission, context and errors that all calls have in common."""

@@ -1,7 +1,7 @@
-"""Wraps every method of the gRPC server: limits, metrics, traces, and errors that become statuses.
+"""Wraps every method of the gRPC server: limits calls, reports metrics and traces, and turns errors into statuses.
 
-A call has its place before its message is received, so memory never holds more messages than calls may run. This is why
-messages are read here and not by gRPC.
+A call is admitted before its message is received, so memory never holds more messages than calls may run. This is why
+messages are parsed here and not by gRPC.
 """
 
 import asyncio
@@ -43,27 +43,27 @@ Behaviour: TypeAlias = Callable[[Any, Rpc], Awaitable[Any]]
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
-# These services have places of their own, so that they respond however busy the others are.
+# These services have a limit of their own, so that they respond however busy the others are.
 ABOUT_THE_SERVER = ("/grpc.health.", "/grpc.reflection.")
 
-# Answers of different models to these calls cannot be compared, so one model gives all of them.
+# Embeddings of different models cannot be compared, so a single model answers these calls.
 ONE_VECTOR_SPACE = "/LLMEmbeddings/"
 
-# Health checks at a time, and streams of health and reflection at a time, which may last long.
+# The most health checks at a time, and the most streams of health and reflection at a time, which may last long.
 MAX_CHECKS = 64
 MAX_WATCHERS = 64
 
 # A stream whose caller does not read ends this long after its deadline.
 UNREAD_SECONDS = 1.0
 
-# Calls in a row that a connection may cancel within that time. It is refused for as long.
+# A connection that cancels MOST_CANCELLED calls in a row within CANCELLED_SECONDS is refused for as long.
 MOST_CANCELLED = 1000
 CANCELLED_SECONDS = 10.0
 
-# Connections whose cancelled calls are counted.
+# The most connections whose cancelled calls are counted.
 MOST_CONNECTIONS = 4096
 
-# An id that another service may have made, and that can be a header.
+# A request id that is accepted from the caller: it can be sent on as an HTTP header.
 _USABLE_ID = re.compile(r"[!-~]{1,128}")
 
 _REQUESTS = {
@@ -82,7 +82,7 @@ class ConcurrencyLimit:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Takes a place and gives it back at the end. Raises TooBusy when there is none."""
+        """Counts a call as running while the context is entered. Raises TooBusy at the limit."""
         if self.taken >= self.limit:
             raise TooBusy(f"{self.limit} calls are running, which is the maximum; try again later")
         self.taken += 1
@@ -93,13 +93,13 @@ class ConcurrencyLimit:
 
 
 class CancelledCalls:
-    """Refuses the calls of a connection that has cancelled very many in a row, for a while.
+    """Refuses the calls of a connection for CANCELLED_SECONDS after it has cancelled very many in a row.
 
     A cancelled call is no longer counted as running, so the limit of running calls does not bound them.
     """
 
     def __init__(self) -> None:
-        # By connection: how many there were in a row, and until when they count.
+        # For each connection: the number of cancelled calls in a row, and the time until which they count.
         self._in_a_row: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def check(self, connection: str) -> None:
@@ -125,10 +125,11 @@ class CancelledCalls:
 
 
 class CallAdmission(grpc.aio.ServerInterceptor):
-    """Lets at most `limit` calls in at a time; more are refused with RESOURCE_EXHAUSTED.
+    """Admits at most `limit` calls at a time, and refuses more with RESOURCE_EXHAUSTED.
 
-    max_entries: of each list in a request. receive_timeout: seconds in which a request's message has to arrive. models:
-    names that calls may give. ladder: names of the models of calls that give none, from the largest to the smallest.
+    max_entries: the most entries of each list in a request. receive_timeout: seconds in which a request's message has
+    to arrive. models: names of models that calls may give. ladder: the models for calls that give none, from the
+    largest to the smallest.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):
 
     @property
     def max_rpcs(self) -> int:
-        """The number of calls that gRPC may hold: those with a place, and some that are being refused."""
+        """The number of calls that gRPC may hold: the admitted ones, and some that are being refused."""
         return self._calls.limit + self._checks.limit + self._watchers.limit + MAX_CHECKS
 
     async def intercept_service(
@@ -284,7 +285,10 @@ class CallAdmission(grpc.aio.ServerInterceptor):
                 self._metrics.seconds.labels(method).observe(time.monotonic() - started)
 
     def _models_of(self, method: str, named: str) -> Sequence[str]:
-        """Returns the names of the models that may answer a call. Raises InvalidArgument for what it names wrongly."""
+        """Parses `named`, the models that a call gives, separated by commas. Raises InvalidArgument.
+
+        Returns the names of the models that may answer the call; empty: any endpoint may.
+        """
         one_space = method.startswith(ONE_VECTOR_SPACE)
         if not (names := [name.strip() for name in named.split(",") if name.strip()]):
             return () if one_space else self._ladder
@@ -304,7 +308,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):
 
 
 def _aborting(behaviour: Behaviour) -> Behaviour:
-    """Returns `behaviour` with refusals turned into gRPC statuses."""
+    """Wraps `behaviour` so that refusals become gRPC statuses."""
 
     async def aborting(requests: Any, rpc: Rpc) -> Any:
         try:
@@ -317,7 +321,7 @@ def _aborting(behaviour: Behaviour) -> Behaviour:
 
 
 async def _stream(responses: AsyncGenerator[Any, None], context: CallContext, rpc: Rpc) -> None:
-    """Sends the parts of a stream. Raises TooSlow when the call's time is up and its caller still does not read."""
+    """Sends the parts of a stream. Raises TooSlow when the caller does not read UNREAD_SECONDS after the deadline."""
     async with aclosing(responses):
         async for response in responses:
             left = max(0.0, context.deadline.remaining()) if context.deadline else 0.0
@@ -325,18 +329,18 @@ async def _stream(responses: AsyncGenerator[Any, None], context: CallContext, rp
 
 
 async def _send(rpc: Rpc, response: object, seconds: float) -> None:
-    """Sends a part of a stream. Raises TooSlow when that takes longer than `seconds`, and CallerGone."""
+    """Sends a part of a stream. Raises TooSlow if it takes longer than `seconds`, and CallerGone if the caller left."""
     try:
         async with asyncio.timeout(seconds):
             await rpc.write(response)
     except TimeoutError:
         raise TooSlow("the caller did not read the stream in time") from None
-    except grpc.aio.InternalError as error:  # gRPC's word for a stream that the caller has closed
+    except grpc.aio.InternalError as error:  # the caller has closed the stream
         raise CallerGone(str(error)) from None
 
 
 def _request_id(metadata: Mapping[str, str]) -> str:
-    """Returns the caller's id of the request, or a new one."""
+    """Returns the request id that the caller gives, or a new one."""
     given = metadata.get(REQUEST_ID, "")
     return given if _USABLE_ID.fullmatch(given) else uuid4().hex
 

@@ -1,4 +1,4 @@
-"""The context of a call, and the client with which services ask the model on behalf of calls."""
+"""The context of a gRPC call, and the client through which services ask the model."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from llm_functionalities.model.model import Answer, Model, Question
 from shared.logging import one_line
 from shared.stubs import llm_pb2
 
-# Trailing metadata that says why a response is empty, and in which words the model server rejected the request.
+# Trailing metadata: why a response is empty, and the message with which the model server rejected the request.
 EMPTY_REASON = "empty-reason"
 EMPTY_MESSAGE = "empty-message"
 
@@ -32,13 +32,13 @@ MODEL = "model"
 
 LONGEST_METADATA_MESSAGE = 400
 
-# Longest regular expression, in characters, that is checked here; longer ones are checked by the model server only.
+# The longest regular expression, in characters, that is checked here. Only the model server checks longer ones.
 LONGEST_READ_REGEX = 2048
 
-# Characters of a grammar. Model servers take no longer ones, and this many are read within milliseconds.
+# The most characters of a grammar. Model servers refuse longer ones, and this many are parsed within milliseconds.
 LONGEST_GRAMMAR = 128 * 1024
 
-# Which values fields of `Sampling` take, and how an error says it. NaN is within no range.
+# The values that fields of `Sampling` may have, and how an error message describes them. All ranges exclude NaN.
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: 0 <= value < inf, "of at least 0"),
     "top_p": (lambda value: 0 < value <= 1, "above 0, at most 1"),
@@ -51,24 +51,24 @@ T = TypeVar("T")
 
 
 class CallContext:
-    """One gRPC call. `headers` carry its trace and the id of its request on to the model server.
+    """One gRPC call. `headers` pass its trace and its request id on to the model server.
 
-    The trailing metadata has the id, too, however the call ends.
+    The trailing metadata has the request id as well, however the call ends.
     """
 
     def __init__(self, rpc: grpc.aio.ServicerContext, request_id: str, trace_headers: Mapping[str, str]) -> None:
         self._rpc = rpc
-        # Names of the models that may answer, from the largest to the smallest; none: any endpoint.
+        # Names of the models that may answer, from the largest to the smallest; empty: any endpoint may.
         self.models: Sequence[str] = ()
         self._answered: set[str] = set()
         self._request_id = (REQUEST_ID, request_id)
         self.headers = {**trace_headers, REQUEST_ID: request_id}
         rpc.set_trailing_metadata((self._request_id,))
-        # The service sets it once it has read what the request says.
+        # Set by the service once it has read the request.
         self.deadline: Deadline | None = None
 
     def remaining(self) -> float | None:
-        """Returns the seconds that are left of the caller's own gRPC deadline; None when it has none."""
+        """Returns the seconds until the caller's gRPC deadline; None if the caller set none."""
         remaining: float | None = self._rpc.time_remaining()
         return remaining
 
@@ -94,7 +94,7 @@ class CallContext:
 
 @dataclass(frozen=True)
 class ModelClient:
-    """Asks the model on behalf of calls, with defaults for what a request leaves open. Time-outs are in seconds."""
+    """Asks the model for a call, with defaults for the fields that a request leaves out. Time-outs are in seconds."""
 
     model: Model
     default_timeout: float
@@ -103,7 +103,7 @@ class ModelClient:
     decisions: OptionalFeature = field(default_factory=OptionalFeature)
 
     def deadline(self, context: CallContext, timeout_ms: int = 0) -> Deadline:
-        """Returns the soonest of the request's deadline, the caller's gRPC deadline and the longest time allowed.
+        """Sets and returns the deadline of a call: the earliest of the request's, the caller's and `max_timeout`.
 
         Raises InvalidArgument for a negative time-out.
         """
@@ -122,9 +122,9 @@ class ModelClient:
         grammar_is_optional: bool = False,
         adapter_id: str = "",
     ) -> GenerationParameters:
-        """Returns the parameters of a generation. With a `max_tokens` of 0 the default holds.
+        """Returns the parameters of a generation. A `max_tokens` of 0 means the default.
 
-        Raises InvalidArgument for a negative one.
+        Raises InvalidArgument if `max_tokens` is negative.
         """
         if max_tokens < 0:
             raise InvalidArgument(f"`max_tokens` is {max_tokens}; give tokens, or leave it out for {self.max_tokens}")
@@ -138,7 +138,7 @@ class ModelClient:
         generation: GenerationParameters,
         deadline: Deadline,
     ) -> list[Answer[T]]:
-        """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together."""
+        """Returns the answers to questions 0 to `count` - 1 by the deadline, and adds their outcome to the metadata."""
         answers = await self.model.answers(count, ask, generation, deadline, context.headers, models=context.models)
         context.tell(answers)
         return answers
@@ -146,7 +146,7 @@ class ModelClient:
     async def pieces(
         self, context: CallContext, prompt: str, generation: GenerationParameters, deadline: Deadline
     ) -> AsyncGenerator[Answer[str], None]:
-        """Yields the model's answer in pieces, as it writes them; the last one says why it ends."""
+        """Yields the model's answer in pieces, as it writes them. The last piece has the finish reason."""
         stream = self.model.stream(prompt, generation, deadline, context.headers, models=context.models)
         async with aclosing(stream) as answers:
             async for answer in answers:
@@ -158,7 +158,7 @@ class ModelClient:
 def generation_of(
     model: ModelClient, request: llm_pb2.ModelRequest | llm_pb2.ModelBatchRequest | llm_pb2.WarmRequest
 ) -> GenerationParameters:
-    """Returns the parameters of an answer as a request has them. Raises InvalidArgument, or UnusableGrammar."""
+    """Returns the generation parameters of a request. Raises InvalidArgument or UnusableGrammar."""
     if "" in request.stop:
         raise InvalidArgument("`stop` has an empty text; leave it out")
     return replace(
@@ -171,20 +171,20 @@ def generation_of(
 def sampling_of(sampling: llm_pb2.Sampling) -> dict[str, Any]:
     """Returns the arguments of `InferenceClient.text_generation` for the fields that are set.
 
-    Raises InvalidArgument for a value out of its range.
+    Raises InvalidArgument for a value that is out of range.
     """
     given = {field.name: value for field, value in sampling.ListFields()}
     for name, (allows, range_) in _RANGES.items():
         if name in given and not allows(given[name]):
             raise InvalidArgument(f"`sampling.{name}` is {given[name]:g}; give a number {range_}, or leave it out")
-    # Model servers take no temperature of 0, and draw no token unless they are asked to.
+    # Model servers refuse a temperature of 0, and sample only with `do_sample`.
     if given.get("temperature") == 0:
         return {name: value for name, value in given.items() if name.endswith("_penalty")} | {"do_sample": False}
     return given | {"do_sample": True} if given.keys() & {"temperature", "top_p", "top_k"} else given
 
 
 def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:
-    """Returns the grammar of a request; None when it has none. Raises UnusableGrammar if no answer could follow it."""
+    """Returns the grammar of a request; None when it has none. Raises UnusableGrammar if it is invalid or too long."""
     form = grammar.WhichOneof("form")
     if form is None:
         return None
@@ -205,14 +205,14 @@ def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:
 
 
 def _check_regex(regex: str) -> None:
-    """Raises UnusableGrammar for an invalid regular expression of Python, the form that text-generation servers take.
+    """Raises UnusableGrammar if `regex` is not a regular expression in Python's syntax.
 
-    Oatmill's also takes Unicode properties, such as `\\p{Greek}`, which Python does not know.
+    Expressions with Unicode properties, such as `\\p{Greek}`, are not checked: Oatmill takes them, Python does not.
     """
     if len(regex) > LONGEST_READ_REGEX or r"\p" in regex or r"\P" in regex:
         return
     try:
-        # Compiling would take seconds for some; reading takes time in proportion to the length.
+        # Parses without compiling, because compiling takes seconds for some expressions.
         with warnings.catch_warnings(action="ignore"):  # of what some later Python may read differently
             regex_parser.parse(regex)
     except (re.error, OverflowError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""The part of a prompt that its answer repeats: a JSON object that the prompt leaves open, all of it, or nothing.
+"""Repeats a part of the prompt before its answer: an unfinished JSON object at its end, the whole prompt, or nothing.
 
-Callers of models whose output begins with the prompt write the first half of an object into their prompts,
-`{"intent":`, and look for the whole object in the answer. The second half alone, which is what the model writes, is
-none that they can parse.
+Some models' output begins with the prompt. Callers that are used to this end their prompts with the first half of a
+JSON object, such as `{"intent":`, and look for the whole object in the answer. They could not parse the second half
+alone, which is what the model writes.
 """
 
 import re
@@ -11,31 +11,31 @@ from pydantic_core import from_json
 
 from llm_functionalities.settings import PromptEcho
 
-# Characters at a prompt's end in which an open object is looked for, and places where it may begin.
+# The characters at a prompt's end that are searched for an unfinished object, and the most braces that are tried.
 LONGEST_OPENING = 1000
 MOST_ATTEMPTS = 50
 
 
 class EchoedAnswer:
-    """The answer to one prompt as its caller gets it, made piece by piece of what the model writes."""
+    """Turns the pieces that the model writes for one prompt into the answer that its caller gets."""
 
     def __init__(self, prompt: str, echo: PromptEcho, *, has_grammar: bool) -> None:
-        """has_grammar: the answer has a form of its own, so it is not the second half of an object."""
+        """has_grammar: the answer follows a grammar, so it does not continue an object of the prompt."""
         opening = "" if has_grammar or echo == "none" else open_object(prompt)
         self._echo = echo
         self._before = {"object": opening, "prompt": prompt, "none": ""}[echo]
         self._object = _OpenObject(opening) if opening else None
-        # A brace alone may open anything, such as a block of code. The model's next character tells.
+        # A single brace may also begin a block of code. The next character that the model writes decides.
         self._is_brace = opening.strip() == "{"
         self._held = ""
 
     @property
     def ended(self) -> bool:
-        """True once the object that the prompt began is closed. What the model writes after it is left out."""
+        """True once the object that the prompt began is complete. Later text of the model is left out."""
         return self._object is not None and not self._object.brackets
 
     def add(self, text: str) -> str:
-        """Returns what the caller gets for `text`, which the model wrote next."""
+        """Returns the text that the caller gets for the model's next piece `text`."""
         if self.ended:
             return ""
         if self._is_brace:
@@ -50,20 +50,23 @@ class EchoedAnswer:
         return before + (self._object.take(text) if self._object is not None else text)
 
     def whole(self, text: str) -> str:
-        """Returns what the caller gets for a whole answer, without white space around what the model wrote."""
+        """Returns the answer that the caller gets if the model wrote `text` in all.
+
+        Strips white space at its ends, except at the beginning of an echoed prompt.
+        """
         echoed = self.add(text).rstrip()
         return echoed if self._echo == "prompt" else echoed.lstrip()
 
 
 def open_object(prompt: str) -> str:
-    """Returns the end of `prompt` from where a JSON object begins that is not closed; "" without one."""
+    """Returns the unfinished JSON object at the end of `prompt`; "" if there is none."""
     end = prompt[-LONGEST_OPENING:]
     begins = [brace.start() for brace in re.finditer(r'\{(?=\s*("|$))', end)]
     return next((end[begin:] for begin in begins[-MOST_ATTEMPTS:] if _is_open(end[begin:])), "")
 
 
 def _is_open(text: str) -> bool:
-    """Returns True if `text` is the beginning of a JSON object, and not a whole one."""
+    """Returns True if `text` is the beginning of a JSON object that is not complete."""
     try:
         from_json(text, allow_partial=True)
     except ValueError:
@@ -72,10 +75,10 @@ def _is_open(text: str) -> bool:
 
 
 class _OpenObject:
-    """A JSON object that arrives in pieces. `brackets` are the open ones: none at its end."""
+    """A JSON object that arrives in pieces. `brackets` are those that are still open: none once it is complete."""
 
     def __init__(self, opening: str) -> None:
-        """opening: begins with the object's brace."""
+        """opening: the object's first piece, which begins with its brace."""
         self.brackets: list[str] = []
         self._in_string = False
         self._is_escaped = False

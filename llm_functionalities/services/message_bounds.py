@@ -9,20 +9,21 @@ from google.protobuf.descriptor import Descriptor
 
 from llm_functionalities.errors import InvalidArgument
 
-# A message may have this many fields for each entry that its lists may have: far more than any of `llm.proto` has.
+# The most fields of a message for each entry that its lists may have. Messages of `llm.proto` have far fewer.
 FIELDS_PER_ENTRY = 64
 
-# Python takes a string for the list of its characters. That many entries of one character, not all the same, are one.
+# A Python caller that gives a string instead of a list of strings sends a list of its characters. A list with this many
+# entries, all of one character and not all the same, is taken for such a string.
 CHARACTERS_OF_A_STRING = 4
 
 _VARINT, _FIXED_64, _BYTES, _GROUP_BEGIN, _GROUP_END, _FIXED_32 = range(6)
 
 
 def check_fields(message: bytes, kind: Descriptor, max_entries: int) -> None:
-    """Raises InvalidArgument when a list in the message, which is of `kind`, has more than `max_entries` entries, or is
-    a string that was given instead of a list.
+    """Raises InvalidArgument if a list of the message has more than `max_entries` entries, or was given as a string.
 
-    Stops where the bytes are not a message, because parsing them will fail at the same place.
+    Stops without an error where the bytes are not a message, because parsing them will fail there. kind: the type of
+    the message.
     """
     try:
         _Check(message, max_entries).walk(kind, 0, len(message), "")
@@ -31,7 +32,7 @@ def check_fields(message: bytes, kind: Descriptor, max_entries: int) -> None:
 
 
 class _Check:
-    """One walk through the fields of a message."""
+    """Walks through the fields of one message."""
 
     def __init__(self, message: bytes, max_entries: int) -> None:
         self._message = message
@@ -39,9 +40,13 @@ class _Check:
         self._left = FIELDS_PER_ENTRY * (max_entries + 1)
 
     def walk(self, kind: Descriptor, at: int, end: int, place: str) -> None:
-        """Counts the fields between two positions of the message. Raises IndexError where the bytes are not fields."""
+        """Checks the fields between bytes `at` and `end` of the message. Raises IndexError if the bytes are not fields.
+
+        kind: the type of these fields' message. place: the field that holds them, "" or "a.b.", for error messages.
+        """
         entries: Counter[str] = Counter()
-        characters: dict[str, set[bytes] | None] = {}  # of lists of texts; None: not all entries are characters
+        # For each list of texts: its characters, or None if not all entries are single characters.
+        characters: dict[str, set[bytes] | None] = {}
         while at < end:
             self._left -= 1
             if self._left < 0:
@@ -76,7 +81,7 @@ class _Check:
             characters[field] = None
 
     def _skip(self, wire_type: int, at: int) -> tuple[int, int]:
-        """Returns the positions where a field's value begins and ends."""
+        """Returns where the value of a field begins and ends, for a field whose tag ends at `at`."""
         if wire_type == _VARINT:
             return at, self._varint(at)[1]
         if wire_type == _BYTES:

@@ -1,4 +1,4 @@
-"""`LLMDecisions` and `LLMEmbeddings`: questions to the model whose answers are numbers, not texts."""
+"""`LLMDecisions` and `LLMEmbeddings`: calls whose answers are numbers, not texts."""
 
 import json
 import sys
@@ -16,14 +16,14 @@ from shared.stubs import llm_pb2, llm_pb2_grpc
 
 DECISIONS = "/v1/decisions"
 MOST_TEXTS = 2048
-# Texts of one request to a model server: the response with 8,192 columns has less than 3 MiB.
+# Texts per request to a model server. A response with embeddings of 8,192 numbers has less than 3 MiB.
 PIECE_TEXTS = 64
 
 T = TypeVar("T")
 
 
 class LLMDecisions(llm_pb2_grpc.LLMDecisionsServicer):
-    """Responds in time, without answers where the model has none."""
+    """The service LLMDecisions. Responds by the deadline, without answers if the model gives none."""
 
     def __init__(self, model: ModelClient) -> None:
         self._model = model
@@ -40,7 +40,7 @@ class LLMDecisions(llm_pb2_grpc.LLMDecisionsServicer):
 
 
 class LLMEmbeddings(llm_pb2_grpc.LLMEmbeddingsServicer):
-    """Responds in time, without numbers where the model has none."""
+    """The service LLMEmbeddings. Responds by the deadline, without numbers if the model gives none."""
 
     def __init__(self, model: ModelClient) -> None:
         self._model = model
@@ -92,7 +92,7 @@ class LLMEmbeddings(llm_pb2_grpc.LLMEmbeddingsServicer):
 
 
 def decision_body(request: llm_pb2.DecisionRequest) -> dict[str, Any]:
-    """Returns the body of /v1/decisions."""
+    """Returns the body of a request to /v1/decisions."""
     body: dict[str, Any] = {"input": request.input, "questions": list(map(_question, request.questions))}
     if request.images:
         parts = [{"type": "input_image", "image_url": data_url(image)} for image in request.images]
@@ -104,7 +104,11 @@ def decision_body(request: llm_pb2.DecisionRequest) -> dict[str, Any]:
 def json_question(
     route: str, body: dict[str, Any], parse: Callable[[dict[str, Any]], T | None], endpoint: Endpoint | None = None
 ) -> Question[T]:
-    """Returns the question that a model server's response to a body answers, unless it has another form."""
+    """Returns a question that sends `body` to `route` and parses the JSON response.
+
+    parse: takes the response's object. It may raise ValueError, TypeError, KeyError or IndexError if the response has
+    another form; the question then has no value.
+    """
 
     def parse_text(text: str) -> T | None:
         try:
@@ -131,7 +135,7 @@ async def _ask(
 
 
 def _vector(values: str | list[float]) -> Sequence[float]:
-    """Returns the numbers of an embedding: float32 in base64, or JSON of servers that have no base64."""
+    """Returns the numbers of an embedding: decodes float32 in base64; servers without base64 send a list."""
     if not isinstance(values, str):
         return values
     vector = array("f", b64decode(values, validate=True))
@@ -172,7 +176,7 @@ def _answer(asked: llm_pb2.DecisionQuestion, answer: dict[str, Any]) -> llm_pb2.
 
 
 def _check_decision(request: llm_pb2.DecisionRequest) -> None:
-    """Raises InvalidArgument, which names the field."""
+    """Raises InvalidArgument, which names the field, if the request is invalid."""
     if not request.input:
         raise InvalidArgument("`input` is empty; give the text that the questions are about")
     if not request.questions:

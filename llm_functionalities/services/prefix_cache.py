@@ -1,4 +1,4 @@
-"""`LLMPrefixCache`: computes prompts, and the beginnings of answers, before they are needed, where they will be."""
+"""`LLMPrefixCache`: lets endpoints compute prompts, and the beginnings of answers, before they are needed."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ MOST_ANSWER_TOKENS = 512
 
 
 class LLMPrefixCache(llm_pb2_grpc.LLMPrefixCacheServicer):
-    """Responds in time, without counts where no model has computed the prompt."""
+    """The service LLMPrefixCache. Responds by the deadline, with counts of 0 if no model has computed the prompt."""
 
     def __init__(self, model: ModelClient) -> None:
         self._model = model
@@ -33,7 +33,7 @@ class LLMPrefixCache(llm_pb2_grpc.LLMPrefixCacheServicer):
             body = _with_answer(request, generation) if request.answer_tokens else _body(request)
             return json_question("/v1/warm", body, _response, endpoint)
 
-        count = max(1, len(endpoints))  # without an endpoint the answer is the reason
+        count = max(1, len(endpoints))  # without an endpoint, one question still gives the reason for the metadata
         answers = await self._model.answers(context, count, ask, self._model.generation(0), deadline)
         return next((answer.value for answer in answers if answer.value is not None), llm_pb2.WarmResponse())
 
@@ -46,7 +46,7 @@ def _body(request: llm_pb2.WarmRequest) -> dict[str, Any]:
 
 
 def _with_answer(request: llm_pb2.WarmRequest, generation: GenerationParameters) -> dict[str, Any]:
-    """Returns the body with the parameters that the request for the answer will have."""
+    """Returns the body for computing the prompt and the beginning of its answer, with the answer's parameters."""
     parameters = {name: value for name, value in generation.parameters().items() if value is not None}
     parameters |= {"prompt_cache_key": request.cache_key} if request.cache_key else {}
     body = {"inputs": request.formatted_prompt, "parameters": parameters, "answer_tokens": request.answer_tokens}
@@ -59,7 +59,7 @@ def _response(response: dict[str, Any]) -> llm_pb2.WarmResponse:
 
 
 def _check(request: llm_pb2.WarmRequest) -> None:
-    """Raises InvalidArgument, which names the field."""
+    """Raises InvalidArgument, which names the field, if the request is invalid."""
     if not 0 <= request.ttl_seconds <= LONGEST_TTL_SECONDS:
         raise InvalidArgument(
             f"`ttl_seconds` is {request.ttl_seconds}; give 1 to {LONGEST_TTL_SECONDS}, or 0 for the default"

@@ -15,15 +15,15 @@ from shared.stubs import llm_pb2, llm_pb2_grpc
 
 SUMMARISE = "Summarise the text in the input. Use at most three sentences, and nothing that the text does not say."
 
-# Why an answer ends whose object is whole, whatever the model wrote after it.
+# The finish reason of an answer that is cut after the object that its prompt began.
 _OBJECT_ENDED = "stop_sequence"
 
 
 class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
-    """Every method responds in time, with an empty text where the model has none."""
+    """The service LLMRunner. Every method responds by the deadline, with an empty text if the model gives none."""
 
     def __init__(self, model: ModelClient, echo: PromptEcho) -> None:
-        """echo: what answers repeat of prompts that are sent as they are."""
+        """echo: the part of the prompt that answers repeat; summaries repeat nothing."""
         self._model = model
         self._echo: PromptEcho = echo
 
@@ -88,10 +88,10 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         context: CallContext,
         images: Sequence[bytes] = (),
     ) -> list[llm_pb2.ModelResponse]:
-        """Returns a response for each prompt, sent as it is, after the images."""
+        """Sends each prompt without changes, after the images, and returns the responses in order."""
         deadline = self._model.deadline(context, request.timeout)
         generation = generation_of(self._model, request)
-        # Places of answers that close the object that their prompt began.
+        # The numbers of the prompts whose answers complete the object that the prompt began.
         ended: set[int] = set()
 
         def ask(place: int) -> Question[str]:
@@ -126,5 +126,5 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
 
 
 def _member(member: Member) -> llm_pb2.Member:
-    """Returns a member as gRPC has it: its texts have no halves of surrogate pairs."""
+    """Returns a member as a gRPC message, with lone surrogates in its name replaced."""
     return llm_pb2.Member(name=json.loads(member.name).encode(errors="replace").decode(), value=member.value)

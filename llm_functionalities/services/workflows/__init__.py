@@ -1,1 +1,1 @@
-"""The assistant's workflows: each a prompt, a parser for what the model makes of it, and a gRPC service."""
+"""The assistant's workflows. Each has a prompt, a parser for the model's answers and a gRPC service."""

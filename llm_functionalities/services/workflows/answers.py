@@ -1,11 +1,11 @@
-"""Parts of a model's answer that a workflow can use: whole sentences for a voice to say, and JSON objects."""
+"""Extracts the usable parts of a model's answer: whole sentences that can be spoken, and JSON objects."""
 
 import json
 import re
 from collections.abc import Callable
 from typing import Any
 
-# Characters of an answer that are looked at, for speech and for JSON.
+# The most characters of an answer that are searched for speech and for JSON, and the most braces that are tried.
 LONGEST_SPEECH = 8000
 LONGEST_JSON = 20_000
 MOST_ATTEMPTS = 50
@@ -13,7 +13,7 @@ MOST_ATTEMPTS = 50
 # Characters before a full stop that may be an abbreviation.
 LONGEST_WORD = 40
 
-# Abbreviations, and short words, that may also end a sentence. They do when a capital letter follows.
+# Abbreviations and short words that may also end a sentence. They end it when a capital letter follows.
 _LAST_WORDS_TOO = frozenset({"etc", "ft", "in", "lb", "lbs", "max", "min", "no", "oz", "pt", "qt", "st", "tbsp", "tsp"})
 
 _ABBREVIATIONS = _LAST_WORDS_TOO | {"approx", "dr", "e.g", "i.e", "incl", "mr", "mrs", "ms", "pkg", "tbs", "temp", "vs"}
@@ -21,7 +21,8 @@ _ABBREVIATIONS = _LAST_WORDS_TOO | {"approx", "dr", "e.g", "i.e", "incl", "mr", 
 # Characters that may stand between the end of a sentence and the space after it.
 CLOSING = "\"'\u201d\u2019\u00bb)]"
 
-# Possessive, and only at the beginning of a run of marks: otherwise thousands of full stops take quadratic time.
+# Matches possessively and only at the beginning of a run of marks. Otherwise thousands of full stops take quadratic
+# time.
 _END = re.compile(rf"(?<![.!?\u2026])[.!?\u2026]++[{re.escape(CLOSING)}]*+(?=\s|$)")
 _OTHER_TURN = re.compile(
     r"^[ \t]*#{2,}|<\|[a-z_]+\|>|</?s>|\[/?INST\]|^(?:user|human|input|instruction)[ \t]*:",
@@ -37,10 +38,10 @@ _UNSPEAKABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-
 
 
 def speakable(text: str, *, sentences: int, characters: int) -> str:
-    """Returns the first whole sentences of `text`: at most `sentences` of them, `characters` long together.
+    """Returns the first whole sentences of `text`: at most `sentences` of them, with `characters` characters in all.
 
-    Leaves out markup, labels, control characters, headings that the model goes on with, repeated sentences, and an end
-    that was cut off. Returns an empty text when no whole sentence fits.
+    Leaves out markup, labels, control characters, all after the heading of another turn, repeated sentences, and an
+    unfinished sentence at the end. Returns an empty text when no whole sentence fits.
     """
     said: list[str] = []
     length = -1
@@ -55,7 +56,7 @@ def speakable(text: str, *, sentences: int, characters: int) -> str:
 
 
 def speech_parser(*, sentences: int, characters: int) -> Callable[[str], str | None]:
-    """Returns a function that takes an answer, and returns what of it can be spoken; None when that is nothing."""
+    """Returns a function that returns `speakable` of an answer; None if it is empty."""
 
     def parse(text: str) -> str | None:
         return speakable(text, sentences=sentences, characters=characters) or None
@@ -76,7 +77,7 @@ def plain(text: str) -> str:
 
 
 def split(text: str) -> list[str]:
-    """Returns the whole sentences of one line of text, without what follows the last of them."""
+    """Splits one line of text into its whole sentences, without an unfinished sentence at the end."""
     found = []
     start = 0
     for end in _END.finditer(text):
@@ -91,7 +92,10 @@ def split(text: str) -> list[str]:
 
 
 def _goes_on(before: str, mark: str, following: str) -> bool:
-    """Returns True if the full stop belongs to a word, such as an abbreviation, and the sentence goes on."""
+    """Returns True if a full stop does not end the sentence, because it belongs to an abbreviation, initial or number.
+
+    before: text before the full stop. mark: the full stop, or other marks. following: the next character of the text.
+    """
     if not mark.startswith(".") or mark.startswith("..") or not following:
         return False
     word = before.rsplit(None, 1)[-1].lstrip("(\"'") if before.strip() else ""
@@ -122,11 +126,14 @@ def first_object(text: str) -> dict[str, Any] | None:
 
 
 def words(value: Any, longest: int) -> str:
-    """Returns a text or a number of a JSON object on one line; "" for others, and beyond `longest` characters."""
+    """Returns a string or number of a JSON object on one line.
+
+    Returns "" for other types, for unprintable characters, and for more than `longest` characters.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ""
     try:
         line = " ".join(str(value).split())
     except ValueError:
-        return ""  # a number of more digits than Python writes
+        return ""  # a number with more digits than Python converts
     return line if len(line) <= longest and line.isprintable() else ""

@@ -19,7 +19,7 @@ parse = speech_parser(sentences=SENTENCES, characters=CHARACTERS)
 
 
 def prompt(request: llm_pb2.LLMChitChatRequest) -> str | None:
-    """Returns None when the user has said and shown nothing."""
+    """Returns the prompt; None if the request has no text and no image of the user."""
     if is_blank(request.user_question) and is_blank(request.last_user_utterance) and not request.images:
         return None
     text = alpaca(

@@ -1,4 +1,4 @@
-"""`LLMDescriptionGeneration`: a task introduced by its title and what it needs."""
+"""`LLMDescriptionGeneration`: introduces a task by its title and its requirements."""
 
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled, value_at
@@ -19,7 +19,7 @@ parse = speech_parser(sentences=SENTENCES, characters=CHARACTERS)
 
 
 def prompt(title: str, ingredients: str, domain: str = "") -> str | None:
-    """Returns None when there is nothing to describe."""
+    """Returns the prompt; None if there is nothing to describe."""
     if is_blank(title):
         return None
     return alpaca(

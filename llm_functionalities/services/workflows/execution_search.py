@@ -1,4 +1,4 @@
-"""`LLMExecutionSearchManager`: decides if somebody who asks for something during a task wants another task."""
+"""`LLMExecutionSearchManager`: decides whether a user who asks for something during a task wants another task."""
 
 import re
 
@@ -18,7 +18,7 @@ INTENTS = {
 
 LONGEST_REPLY = 200
 
-# More than the longest object that the schema allows, so that none is cut.
+# More tokens than the longest object that the schema allows, so that no object is cut.
 MAX_TOKENS = 288
 
 INSTRUCTION = (
@@ -30,7 +30,7 @@ INSTRUCTION = (
 
 
 def form(*intents: str) -> Grammar:
-    """Returns the form of an answer with one of these intents."""
+    """Returns the grammar of an answer with one of these intents."""
     return Grammar(
         json_schema={
             "type": "object",
@@ -51,12 +51,12 @@ _INTENT = re.compile(rf"\b(?:{'|'.join(INTENTS)})\b")
 
 
 def prompt(request: llm_pb2.ExecutionSearchRequest) -> str | None:
-    """Returns None when the user has said and shown nothing."""
+    """Returns the prompt; None if the request has no text and no image of the user."""
     return None if _says_nothing(request) else with_images(request.images, alpaca(INSTRUCTION, _situation(request)))
 
 
 def choice(request: llm_pb2.ExecutionSearchRequest) -> llm_pb2.DecisionRequest | None:
-    """Returns the choice of the intent; None when the user has said and shown nothing."""
+    """Returns the decision about the intent; None if the request has no text and no image of the user."""
     if _says_nothing(request):
         return None
     options = [llm_pb2.DecisionOption(label=label, description=meaning) for label, meaning in INTENTS.items()]
@@ -83,7 +83,7 @@ def _situation(request: llm_pb2.ExecutionSearchRequest) -> str:
 
 
 def parse(text: str) -> llm_pb2.ExecutionSearchResponse | None:
-    """Returns the decision of an answer; None without one. An intent that stands alone, without JSON, is one, too."""
+    """Returns the intent and reply of an answer; None without an intent. An intent without JSON counts, too."""
     found = first_object(text)
     if found is None:
         named = set(_INTENT.findall(text[:LONGEST_REPLY]))

@@ -1,4 +1,4 @@
-"""`LLMProactiveQuestionGeneration`: a question that keeps the talk going while somebody works on a step."""
+"""`LLMProactiveQuestionGeneration`: a question that keeps the conversation going while the user works on a step."""
 
 from llm_functionalities.endpoint.generation import Grammar
 from llm_functionalities.model.model import Question
@@ -19,20 +19,20 @@ QUESTION = Grammar(regex=r"[A-Z][^?!.\n\"]{8,150}\?")
 
 
 def prompt(title: str, previous: str, current: str) -> str | None:
-    """Returns None when nothing is known to ask about."""
+    """Returns the prompt; None if there is nothing to ask about."""
     if is_blank(title) and is_blank(previous) and is_blank(current):
         return None
     return alpaca(INSTRUCTION, labelled(("Task", title), ("Previous steps", previous), ("Current step", current)))
 
 
 def parse(text: str) -> str | None:
-    """Returns the first question of an answer; None when it has none, or a long one."""
+    """Returns the first question of an answer; None if it has none, or if the question is too long."""
     questions = (sentence for sentence in split(plain(text)) if sentence.rstrip(CLOSING).endswith("?"))
     return next((question for question in questions if len(question) <= CHARACTERS), None)
 
 
 def generate_proactive_question(request: llm_pb2.ProactiveQuestionGenerationRequest) -> Workflow[str]:
-    """The response has a question for each title, in their order. Its text is empty where the model has none."""
+    """Returns a workflow that asks a question for each title, in their order; empty where the model gives none."""
     titles, previous, current = request.task_title, request.previous_steps, request.current_step
     kind = llm_pb2.ExtraInfo.QUESTION
     return Workflow(

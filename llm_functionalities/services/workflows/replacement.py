@@ -1,4 +1,4 @@
-"""`LLMReplacementGeneration`: another ingredient in the place of one, and the steps rewritten for it."""
+"""`LLMReplacementGeneration`: replaces an ingredient by another one, and rewrites the steps for it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from shared.stubs import llm_pb2
 LONGEST_NAME = 60
 LONGEST_AMOUNT = 40
 
-# More than the longest object that the schema allows, so that none is cut.
+# More tokens than the longest object that the schema allows, so that no object is cut.
 OBJECT_TOKENS = 160
 
 STEP_TOKENS = 256
@@ -38,7 +38,7 @@ REPLACEMENT = Grammar(
 
 
 def replacement_prompt(request: llm_pb2.IngredientReplacementRequest) -> str | None:
-    """Returns None when there is nothing that says what to replace."""
+    """Returns the prompt; None if the request does not say what to replace."""
     original = request.original_ingredient
     if is_blank(original.name) and is_blank(request.user_question) and is_blank(request.agent_response):
         return None
@@ -56,7 +56,7 @@ def replacement_prompt(request: llm_pb2.IngredientReplacementRequest) -> str | N
 
 
 def parse_replacement(text: str, original: str = "") -> llm_pb2.Ingredient | None:
-    """Returns the ingredient of an answer; None when it names none, or the original one again."""
+    """Returns the ingredient of an answer; None if the answer names none or names the original one."""
     found = first_object(text)
     if found is None:
         return None
@@ -67,7 +67,7 @@ def parse_replacement(text: str, original: str = "") -> llm_pb2.Ingredient | Non
 
 
 def generate_replacement(request: llm_pb2.IngredientReplacementRequest) -> Workflow[llm_pb2.Ingredient]:
-    """The response is without an ingredient when the model has none."""
+    """Returns a workflow that finds a new ingredient. Its response is without one if the model gives none."""
     parse = partial(parse_replacement, original=request.original_ingredient.name)
     return Workflow(
         lambda _: Question(replacement_prompt(request), parse),
@@ -78,7 +78,11 @@ def generate_replacement(request: llm_pb2.IngredientReplacementRequest) -> Workf
 
 
 def rewrite_steps(request: llm_pb2.AdjustedStepGenerationRequest) -> Workflow[str]:
-    """The response has a text for each step, in their order: unchanged without a replaced ingredient, or empty."""
+    """Returns a workflow that rewrites each step for the replaced ingredients.
+
+    Its response has the texts in the order of the steps. A step without a replaced ingredient is unchanged. A step that
+    the model cannot rewrite is empty.
+    """
     steps = [step.response.speech_text for step in request.step]
     replacements = [Replacement(pair) for pair in request.ingredient]
 
@@ -99,9 +103,10 @@ def rewrite_steps(request: llm_pb2.AdjustedStepGenerationRequest) -> Workflow[st
 
 
 def adjust_step_texts(session: llm_pb2.Session) -> Workflow[str]:
-    """The response is the session with the ingredients that its task has replaced put into its steps and requirements.
+    """Returns a workflow that puts the replaced ingredients into the steps and requirements of the session's task.
 
-    It is as it was where no task is being validated, and so is the text of a step that the model cannot rewrite.
+    Its response is the session. The session is unchanged unless its task is being validated. The text of a step that
+    the model cannot rewrite is unchanged, too.
     """
     work = SessionRewriting(session)
 

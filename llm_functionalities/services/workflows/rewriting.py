@@ -1,4 +1,4 @@
-"""Steps rewritten for replaced ingredients: one by one, or in the task of an assistant's session."""
+"""Rewrites steps for replaced ingredients: one by one, or in the task of an assistant's session."""
 
 import re
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ _WORD = re.compile(r"\w+")
 
 
 class Words:
-    """The words of a text, among which the words of another text can be found quickly.
+    """The words of a text, for finding the words of another text in them.
 
-    Letter case, and the characters between the words, do not count.
+    Case and the characters between the words are ignored.
     """
 
     def __init__(self, text: str, longest: int = LONGEST_VALUE) -> None:
-        # Two spaces between the words, so that each has one of its own on either side.
+        # Words are two spaces apart, so that each word has a space of its own before and after it.
         self._line = f" {'  '.join(_WORD.findall(text[:longest].casefold()))} "
         self._forms = [f" {self._line.strip()}{plural} " for plural in ("", "s", "es")] if self._line.strip() else []
 
@@ -39,11 +39,11 @@ class Words:
         return hash(self._line)
 
     def mention(self, name: "Words") -> bool:
-        """Returns True if `name`, in the singular or the plural, is among the words."""
+        """Returns True if the words contain `name`, in the singular or the plural."""
         return any(form in self._line for form in name._forms)
 
     def mention_beside(self, name: "Words", other: "Words") -> bool:
-        """Returns True if `name` is among the words other than as a part of `other`."""
+        """Returns True if the words contain `name` outside of `other`."""
         if not self.mention(name):
             return False
         line = self._line
@@ -53,7 +53,7 @@ class Words:
 
 
 class Replacement:
-    """An ingredient in the place of another, which texts mention by its name or, if it has one, by a short name."""
+    """A replaced ingredient. Texts mention the original by its name or, if given, by its short name."""
 
     def __init__(self, pair: llm_pb2.ReplacedIngredient, short_name: str = "") -> None:
         self.original, self.new = pair.original, pair.replacement
@@ -61,16 +61,16 @@ class Replacement:
         self._new_name = Words(pair.replacement.name, LONGEST_INGREDIENT)
 
     def is_named(self, words: Words) -> bool:
-        """Returns True if the original ingredient's name is all that the words are."""
+        """Returns True if the words are the name of the original ingredient, and nothing else."""
         return words in self._names
 
     def is_due_in(self, words: Words) -> bool:
-        """Returns True if the words mention the original ingredient."""
+        """Returns True if the words mention the original ingredient other than in the name of the new one."""
         return any(words.mention_beside(name, self._new_name) for name in self._names)
 
 
 def rewriting(title: str, step: str, replacements: Sequence[Replacement]) -> Question[str]:
-    """Returns the question for a step's text; there is nothing to ask when it mentions none of the ingredients."""
+    """Returns the question that rewrites a step. Its prompt is None if the step mentions none of the ingredients."""
     words = Words(step)
     due = [replacement for replacement in replacements if replacement.is_due_in(words)]
     return Question(step_prompt(title, step, due) if due else None, partial(parse_step, replaced=due))
@@ -86,14 +86,17 @@ def step_prompt(title: str, step: str, replaced: Sequence[Replacement]) -> str:
 
 
 def parse_step(text: str, replaced: Sequence[Replacement]) -> str | None:
-    """Returns the rewritten step; None when it still mentions an ingredient that was to go."""
+    """Returns the rewritten step; None if it is empty or still mentions a replaced ingredient."""
     step = speakable(text, sentences=STEP_SENTENCES, characters=STEP_CHARACTERS)
     words = Words(step)
     return step if step and not any(each.is_due_in(words) for each in replaced) else None
 
 
 def short_name(name: str, question: str) -> str:
-    """Returns the end of an ingredient's name that a question mentions, "flour" of "all-purpose flour"; "" for none."""
+    """Returns the longest end of an ingredient's name that `question` mentions; "" if it mentions none.
+
+    An example is "flour" for "all-purpose flour".
+    """
     asked = Words(question)
     words = _WORD.findall(re.split("[,(]", name[:LONGEST_INGREDIENT])[0])
     ends = [" ".join(words[-count:]) for count in range(min(len(words), LONGEST_SHORT_NAME), 0, -1)]
@@ -101,9 +104,10 @@ def short_name(name: str, question: str) -> str:
 
 
 class SessionRewriting:
-    """The replaced ingredients of a session, put into its task: into each of its steps, then into its requirements.
+    """Puts the replaced ingredients of a session into its task.
 
-    The parts are worked on by worker threads, in any order. What needs no model is changed when a part is requested.
+    Each step is a part of the work, and the list of requirements is the last part. Worker threads may do the parts in
+    any order. Changes that need no model are made when the question of a part is made.
     """
 
     def __init__(self, session: llm_pb2.Session) -> None:
@@ -113,7 +117,10 @@ class SessionRewriting:
         self.parts = len(self._taskmap.steps) + 1 if is_due else 0
 
     def ask(self, part: int) -> Question[str]:
-        """Returns what to ask the model for a part: the texts of the steps, in their order, then nothing."""
+        """Changes a part as far as it needs no model, and returns the question that rewrites the step's text.
+
+        The last part, the requirements, has nothing to ask.
+        """
         if part == len(self._taskmap.steps):
             self._replace_requirements()
             return Question.verbatim(None)
@@ -123,7 +130,7 @@ class SessionRewriting:
         return rewriting(self._taskmap.title, response.speech_text, self._replacements)
 
     def put(self, texts: Sequence[str | None]) -> None:
-        """Puts the rewritten texts into their steps. texts: one for each part; None: it stays as it is."""
+        """Stores the rewritten texts in their steps. texts: a text for each part; None: the step is unchanged."""
         for step, text in zip(self._taskmap.steps, texts, strict=False):
             if text is not None:
                 step.response.speech_text = text
@@ -132,7 +139,7 @@ class SessionRewriting:
 
     @cached_property
     def _replacements(self) -> list[Replacement]:
-        # The last turn is the user's consent; the one before it, the question that led to the replacement.
+        # The last turn is the user's consent. The turn before it is the question that led to the replacement.
         turns = self._session.turn
         question = turns[-2].user_request.interaction.text if len(turns) > 1 else ""
         return [
@@ -142,7 +149,7 @@ class SessionRewriting:
         ]
 
     def _replace_on_screen(self, response: llm_pb2.OutputInteraction) -> None:
-        """Replaces a step's own requirements, and adds requirements for ingredients that only its text mentions."""
+        """Replaces ingredients in a step's own requirements, and adds those that only its text mentions."""
         text, requirements = Words(response.speech_text), response.screen.requirements
         words = [Words(requirement) for requirement in requirements]
         for replacement in self._replacements:
@@ -154,7 +161,7 @@ class SessionRewriting:
                 requirements.append(new)
 
     def _replace_requirements(self) -> None:
-        """Replaces requirements that are named like an original ingredient; otherwise requirements that mention one."""
+        """Replaces requirements named like an original ingredient, or if there is none, those that mention it."""
         requirements = self._taskmap.requirement_list
         words = [Words(requirement.name) for requirement in requirements]
         for replacement in self._replacements:

@@ -19,7 +19,7 @@ parse = speech_parser(sentences=SENTENCES, characters=CHARACTERS)
 
 
 def prompt(title: str, step: str, details: str) -> str | None:
-    """Returns None when there is nothing to summarize."""
+    """Returns the prompt; None if there is nothing to summarize."""
     if is_blank(step) and is_blank(details):
         return None
     return alpaca(INSTRUCTION, labelled(("Task", title), ("Step", step), ("Details", details)))

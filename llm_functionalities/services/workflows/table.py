@@ -17,7 +17,7 @@ from llm_functionalities.services.workflows import (
 from llm_functionalities.services.workflows.workflow import Workflow, run
 from shared.stubs import llm_pb2_grpc
 
-# Each function has the name of its method in `llm.proto`, and returns the workflow of a request.
+# Each function returns the workflow of a request. It has the name of its method in `llm.proto`.
 WORKFLOWS: Mapping[str, Sequence[Callable[[Any], Workflow[Any]]]] = {
     "LLMChitChat": (chit_chat.generate_chit_chat,),
     "LLMSummaryGeneration": (summary.generate_summary, summary.generate_summaries),

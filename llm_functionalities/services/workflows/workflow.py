@@ -1,4 +1,4 @@
-"""A workflow: what one call asks the model, and the response that the answers make."""
+"""A workflow: the questions that one call asks the model, and the response made from the answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from shared.stubs import llm_pb2
 T = TypeVar("T")
 
 
-# Of a decision that counts: the probability that the model would write a label at all, and how sure it is.
+# The least probability that the model writes a label at all, and the least confidence, of a decision that is used.
 LEAST_LABEL_MASS, LEAST_CONFIDENCE = 0.5, 0.5
 
-# The share of the time that is left which a decision may take.
+# The most time that a decision may take, as a share of the time until the deadline.
 DECISION_SHARE = 0.3
 
 
 @dataclass(frozen=True)
 class FirstChoice:
-    """A choice that is made before the answer is generated, where the model server has decisions.
+    """A decision that is made before the answer is generated, if the model server supports decisions.
 
-    request: returns a request with one question, or None when there is nothing to ask. grammar: the form of the answer
-    once a label is chosen.
+    request: returns a request with one question, or None when there is nothing to ask. grammar: returns the grammar of
+    an answer with the chosen label.
     """
 
     request: Callable[[], llm_pb2.DecisionRequest | None]
@@ -38,10 +38,10 @@ class FirstChoice:
 
 @dataclass(frozen=True)
 class Workflow(Generic[T]):
-    """Questions 0 to `count` - 1 of one request, and its response.
+    """Questions 0 to `count` - 1 of one request, and a function that makes the response from their answers.
 
-    grammar: the form of the answers, which model servers that take no grammars need not keep. first: a choice that
-    bounds them further.
+    grammar: the grammar of the answers. Model servers that do not support grammars may ignore it. first: a decision
+    that restricts the answers further.
     """
 
     ask: Callable[[int], Question[T]]
@@ -53,7 +53,7 @@ class Workflow(Generic[T]):
 
 
 async def run(method: Callable[[Any], Workflow[Any]], model: ModelClient, request: Any, context: CallContext) -> Any:
-    """Returns the response to a call, by its deadline."""
+    """Runs the workflow that `method` returns for `request`, and returns its response by the deadline."""
     deadline = model.deadline(context, getattr(request, "timeout", 0))
     workflow = method(request)
     grammar = workflow.grammar
@@ -64,9 +64,9 @@ async def run(method: Callable[[Any], Workflow[Any]], model: ModelClient, reques
 
 
 async def _chosen(first: FirstChoice, model: ModelClient, context: CallContext, deadline: Deadline) -> str:
-    """Returns the label of a choice that the model is sure of; "" where it is not, or the server has no decisions.
+    """Returns the label that the model chooses; "" if it is not sure, or if the server does not support decisions.
 
-    The options are listed in several orders, so a model that prefers a place in the list is not sure.
+    The options are listed in several orders, so that a model that prefers one place in the list does not count as sure.
     """
     if not model.decisions.worth_a_try():
         return ""
@@ -92,5 +92,5 @@ async def _chosen(first: FirstChoice, model: ModelClient, context: CallContext, 
 
 
 def texts(answers: Sequence[Answer[str]]) -> list[str]:
-    """Returns the texts of answers, empty where there is none."""
+    """Returns the texts of the answers; "" for a missing one."""
     return [answer.value or "" for answer in answers]
