@@ -105,7 +105,7 @@ class FairOrder(Generic[T]):
         return largest[2]
 
     def _next(self) -> str | None:
-        """Returns the client whose turn it is; None if none may begin."""
+        """Returns the client that may begin next; None if none may begin."""
         now = self._clock()
         running: Counter[str] = Counter()
         seconds: defaultdict[str, float] = defaultdict(float)

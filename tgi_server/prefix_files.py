@@ -35,9 +35,9 @@ def file_of(path: Path, rank: int) -> Path:
 class Header:
     """The header of a file.
 
-    layout: a digest of all that the entries depend on, beside the text. before: the digest of the text before the first
-    entry. digests: of the text up to the end of each entry. entry_bytes: the length of an entry. checksums: CRC-32 of
-    each entry.
+    layout: a digest of all that the entries depend on, except the text. before: the digest of the text before the first
+    entry. digests: the digest of the text up to the end of each entry. entry_bytes: the length of an entry. checksums:
+    the CRC-32 of each entry.
     """
 
     layout: bytes

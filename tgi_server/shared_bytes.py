@@ -2,7 +2,7 @@
 
 The memory belongs to a descriptor of the process that made it (memfd_create, Linux). Another process of the same user
 opens it by the number of the descriptor, below /proc. The system frees it when the last process that has it open or
-mapped lets go of it or ends, however it ends, so nothing is left behind.
+mapped closes it or ends, even if it is killed.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from typing import Self
 
 # Where each part begins, so that it can be mapped alone.
 _ALIGNMENT = mmap.ALLOCATIONGRANULARITY
-# Of memory that nobody, its maker included, can change or cut off under a process that has mapped it.
+# Seals of memory that no process, its maker included, can change or shorten while another one has mapped it.
 _SEALS = (
     getattr(fcntl, "F_SEAL_SEAL", 0)
     | getattr(fcntl, "F_SEAL_SHRINK", 0)

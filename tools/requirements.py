@@ -1,6 +1,6 @@
 """Prints what `pyproject.toml` requires, for the extras named, one requirement a line.
 
-Container images install these before the source is copied, so that a change of the source does not install them anew.
+Container images install these before the source is copied, so that a change of the source does not reinstall them.
 """
 
 import sys

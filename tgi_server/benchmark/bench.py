@@ -83,7 +83,7 @@ class ShardBench:
 
     @classmethod
     async def connect(cls, socket: str, settings: BenchmarkSettings) -> "ShardBench":
-        """Connects to the shards, and warms them up if nobody has. Raises RouterError and StartupError."""
+        """Connects to the shards, and warms them up if they are not. Raises RouterError and StartupError."""
         shards = await ShardedClient.connect(socket, timeout_s=_CONNECT_SECONDS)
         try:
             info = await shards.info()

@@ -35,9 +35,9 @@ def main() -> None:
 
 
 def _socket(sockets: Sequence[Path]) -> str:
-    """Returns the one socket that is there. Raises StartupError when there is none, or several to choose from.
+    """Returns the only socket that exists. Raises StartupError if there is none, or several to choose from.
 
-    Servers that were killed leave sockets behind, on which nobody listens.
+    Ignores sockets of killed servers, on which no process listens.
     """
     there = [path for path in sockets if path.is_socket() and (len(sockets) == 1 or _is_listening(path))]
     if len(there) == 1:

@@ -19,9 +19,9 @@ _JUMP_FORWARD_AT_ONCE = 32
 class ForwardPlan:
     """The forward pass of a step, and the sequences that get a token from it.
 
-    decoding: the number of rows that decode; they come first. chunks: what is computed beside them. sequences: those
-    that get a token, in the order of the rows that they have, or take once their prompt is complete. first_row: of the
-    first of them. picked: the indices of their logits among those that the pass yields.
+    decoding: the number of decoding rows, which come first. chunks: the chunks that are computed in the same pass.
+    sequences: those that get a token, in the order of their rows, or of the rows that they get once their prompt is
+    complete. first_row: the row of the first of them. picked: the indices of their logits among those of the pass.
     """
 
     decoding: int
@@ -106,7 +106,7 @@ class RunningBatch:
         return cheap
 
     def jump_forward_room(self, sequence: RunningSequence) -> int:
-        """Returns how many jump-forward tokens the sequence may get at once behind its next token."""
+        """Returns how many jump-forward tokens the sequence may get at once after its next token."""
         return sequence.jump_forward_room(self._runner.block_size) if self._runner.paged else 0
 
     def jumping(self) -> list[RunningSequence]:
@@ -155,9 +155,9 @@ class RunningBatch:
             sequence.constraint.close()
 
     def save_state(self, save: StateSave) -> None:
-        """Copies the state behind all tokens of a sequence that have been computed into a snapshot.
+        """Copies the state after all computed tokens of a sequence into a snapshot.
 
-        A state that the next chunk comes by is copied then. A sequence that has ended may have left, and is skipped.
+        A state in the middle of the next chunk is copied with that chunk. Sequences that have ended are skipped.
         """
         row = self._row_of.get(save.request_id)
         sequence = self.prefilling.get(save.request_id) if row is None else self.rows[row]

@@ -20,8 +20,8 @@ class EngineConfig:
     """Settings of one engine.
 
     model_path: a local folder in `transformers` format.
-    dtype: of weights, activations and KV cache; None: as the checkpoint says, or what the device computes fast.
-    kv_cache_dtype: one of KV_CACHE_DTYPES, of cached keys and values; None: dtype.
+    dtype: dtype of weights, activations and KV cache; None: the checkpoint's, or one that the device computes fast.
+    kv_cache_dtype: dtype of cached keys and values, one of KV_CACHE_DTYPES; None: dtype.
     device: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.

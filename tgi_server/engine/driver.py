@@ -47,10 +47,10 @@ class Driver:
         blocks: Iterable[int] | None = None,
         grow: bool = False,
     ) -> None:
-        """engine: warmed up; its batch is forgotten. max_prefill_tokens: of prompts that join in one step; None: any.
-
-        blocks: KV blocks to hand out, in this order; None: all. grow: sequences get a block more when they need one,
-        and are never preempted; else they join with blocks for all that they may become.
+        """engine: a warmed-up engine, whose batch is dropped. max_prefill_tokens: maximum number of tokens of prompts
+        that join in one step; None: unlimited. blocks: the KV blocks to use, in this order; None: all. grow: sequences
+        get another block when they need one, and are never preempted; otherwise they join with all blocks that they may
+        need.
         """
         engine.clear()
         self.engine = engine

@@ -73,8 +73,8 @@ class Text(Protocol):
 class LoadedEncoder:
     """The facts about a model that embeds or ranks.
 
-    max_tokens: of a text. columns: numbers of an embedding, or labels. labels: their names. answers: the model is a
-    decoder that answers yes or no, and what it scores is a conversation.
+    max_tokens: maximum tokens of a text. columns: number of elements of an embedding, or of labels. labels: the labels'
+    names. answers: True for a decoder that scores a conversation by answering yes or no.
     """
 
     task: Task
@@ -159,9 +159,9 @@ class Encoder:
         return linear(_last_tokens(hidden, ends), self._answer).cpu()
 
     def batches(self, texts: Sequence[Text], most_tokens: int) -> Iterator[list[int]]:
-        """Yields batches of texts, by their indices; those of a batch have similar lengths, so that little is padded.
+        """Yields batches of texts, as indices. The texts of a batch have similar lengths, which saves padding.
 
-        most_tokens: of one batch, if it has more than one text.
+        most_tokens: maximum number of tokens of a batch with more than one text.
         """
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index].ids))
         batch: list[int] = []
@@ -300,7 +300,7 @@ def _load(kind: Any, config: EngineConfig, model_config: PretrainedConfig, dtype
         )
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise UnsupportedModel(f"{folder} cannot be loaded: {(str(error).splitlines() or [''])[0]}") from error
-    # Embeddings are made of the last layer, so what some models have behind it may be missing.
+    # Embeddings use the last layer's output, so the pooler that some models have after it may be missing.
     missing = sorted(name for name in report["missing_keys"] if not (kind is AutoModel and "pooler." in name))
     if missing:
         raise InvalidWeights(f"{folder}: weights are missing: {', '.join(missing[:3])}")

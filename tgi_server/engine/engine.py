@@ -117,9 +117,9 @@ class Engine:
     ) -> CacheCapacity:
         """Sizes the cache for at most `max_batch_size` sequences and runs the largest step once.
 
-        max_prefill_tokens: prompt tokens of one step. max_total_tokens: of one sequence; max_batch_total_tokens: of all
-        sequences together. None: as many as device, model and memory allow. adapter_bytes: memory that is left to
-        adapters which are not there yet. Raises NotEnoughMemory.
+        max_prefill_tokens: prompt tokens of one step. max_total_tokens: tokens of one sequence. max_batch_total_tokens:
+        tokens of all sequences together. None: as many as device, model and memory allow. adapter_bytes: memory kept
+        free for adapters that are not loaded yet. Raises NotEnoughMemory.
         """
         self.clear()
         sample = None
@@ -392,7 +392,7 @@ class Engine:
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 
     def _greedy_tokens(self, drafts: Sequence[Draft], logits: Tensor) -> PendingTokens | None:
-        """Chooses the tokens behind all drafted ones at once; None where that needs more than their logits."""
+        """Chooses the tokens after all drafted ones at once; None if this needs more than their logits."""
         if not all(draft.is_greedy for draft in drafts):
             return None
         reported = [draft.sequence.report.logprobs for draft in drafts for _ in draft.tokens]

@@ -141,9 +141,9 @@ def forget_file(path: Path) -> None:
 
 
 def _mapped_files(path: str = "") -> list[tuple[int, int]]:
-    """Returns where in this process's memory there are files, from the first to behind the last byte, in order.
+    """Returns the ranges of this process's memory into which files are mapped, as (start, end) in ascending order.
 
-    path: of one file; empty: all are wanted.
+    path: the file whose ranges are returned; empty: those of all files.
     """
     ranges = []
     with contextlib.suppress(OSError):

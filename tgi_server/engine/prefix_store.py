@@ -38,9 +38,9 @@ class TensorFiles:
         self.entry_bytes = sum(size for size, _ in self._rows)
 
     def store(self, path: Path, before: bytes, digests: Sequence[bytes], rows: Sequence[int]) -> int:
-        """Writes rows into a new file, which takes its name once it is whole. Returns its bytes. Raises OSError.
+        """Writes rows into a new file, which gets its name once it is complete. Returns its size. Raises OSError.
 
-        before, digests: of the header. Only the user of this process can read the file.
+        before, digests: see `Header`. Only the user of this process can read the file.
         """
         checksums = tuple(map(self._checksum, rows))
         header = Header(self.layout, before, tuple(digests), self.entry_bytes, checksums)
@@ -97,7 +97,7 @@ class PrefixStore:
     """
 
     def __init__(self, runner: Runner, info: LoadedModel) -> None:
-        """runner: after its warm-up. info: of the model. Raises InvalidCall for a model that cannot have files."""
+        """runner: a warmed-up runner. Raises InvalidCall for a model whose prefixes cannot be stored in files."""
         if not isinstance(runner, PagedRunner):
             raise InvalidCall(f"{info.model_type} models run in padded batches, of which nothing is cached")
         if runner.model.attention.device != HOST:

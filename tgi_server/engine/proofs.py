@@ -15,11 +15,11 @@ TOLERANCES = {
     "LoRA": {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2},
     "logits": {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2},
 }
-# What rounding to FP8 may add to that: of a product's inputs; and of keys, where one that differs by its last bit may
-# be rounded to another number of 8 bits, a sixteenth or an eighth away.
+# Additional tolerance for rounding to FP8: of a product's inputs, and of keys. A key that differs in its last bit may
+# be rounded to another FP8 number, which differs by a sixteenth or an eighth.
 FP8_INPUTS, FP8_KEYS = 5e-2, 2e-2
 
-# In words what was computed, the result to be proved, and the known one, both of one shape and on one device.
+# A description of what was computed, the result to check, and the expected one, of the same shape and device.
 Case = tuple[str, Tensor, Tensor]
 
 
@@ -40,7 +40,7 @@ def fault_of(
 
 
 def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
-    """Returns what a check returns, or in words what it raises: of a compiler, a driver, or a library.
+    """Returns the result of `check`, or a description of the error that it raises, in a compiler or driver for example.
 
     Raises PeerLost if another shard is lost.
     """

@@ -38,10 +38,9 @@ class RunningSequence:
     input_ids: the prompt, which an encoder reads where there is one. generated_ids: the tokens generated so far, those
     before a preemption included. known: the prompt and those before a preemption, in this order.
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
-    adapter_id: of the adapter that computes it beside the model; empty: none. adapter: the number that it has in the
-    engine; 0: none.
-    state_slot: of its states beside the blocks, where the model has such; 0: none. snapshot: the number of the one with
-    the state behind the computed tokens, with which it joins; 0: none.
+    adapter_id: the id of its adapter; empty: none. adapter: the adapter's number in the engine; 0: none.
+    state_slot: the slot of its recurrent states, in models that have such; 0: none. snapshot: the number of the
+    snapshot with the state after the computed tokens, with which it joins; 0: none.
     earlier_reply: the beginning of a reply to an earlier request with the same prompt, if there is one.
     images: of the prompt, in order. placed: the same in the places of their tokens, once it has joined.
     fault: why the request cannot go on, which the step reports that yields its next token; empty: it can.
@@ -112,7 +111,7 @@ class RunningSequence:
         self.generated_ids.extend(tokens)
 
     def jump_forward_room(self, block_size: int) -> int:
-        """Returns how many jump-forward tokens have a slot behind that of the last token."""
+        """Returns how many jump-forward tokens have a slot after that of the last token."""
         slots = len(self.blocks) * block_size
         return max(0, slots - self.length - 1)
 
@@ -121,7 +120,7 @@ class RunningSequence:
         return min(self.jump_forward_room(block_size), self.stopping.max_new_tokens - self.generated - 1)
 
     def jump(self, tokens: int) -> None:
-        """Makes the last `tokens` tokens known ones: one that was chosen, and the jump-forward tokens behind it."""
+        """Makes the last `tokens` tokens known ones: one that was chosen, and the jump-forward tokens after it."""
         known, total = len(self.known), self.length
         self.known = torch.cat([self.known, torch.tensor(self.generated_ids[known - total :], dtype=torch.int64)])
         self.report = replace(self.report, prefill_logprobs=False)

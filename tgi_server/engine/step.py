@@ -24,11 +24,11 @@ class TopTokens:
 
 @dataclass(slots=True)
 class Generation:
-    """A token that one request got from a step. Where drafts were right, there are several of one request, in order.
+    """A token that one request got from a step. A request with accepted drafts has several of these, in order.
 
-    jump_forward: tokens behind `token_id` that the request's grammar left no choice about. hidden: the places, among
-    all of them, of tokens that are no part of the text; 0 is `token_id`. error: why the request cannot go on.
-    drafted: the token had been drafted, and was right.
+    jump_forward: tokens after `token_id` that the request's grammar forces. hidden: indices of tokens that are not part
+    of the text; index 0 is `token_id`, 1 the first jump-forward token. error: why the request cannot continue.
+    drafted: True if the token was a draft that was accepted.
     """
 
     request_id: int
@@ -76,7 +76,7 @@ class Step:
         started_ns: int,
         check: DraftCheck | None = None,
     ) -> None:
-        """sequences: those that get a token. eos: tokens that end a sequence. check: of drafts, if there are any."""
+        """sequences: those that get a token. eos: tokens that end a sequence. check: checks drafts, if any."""
         self._batch = batch
         self._sequences = sequences
         self._pending = pending

@@ -29,9 +29,9 @@ class GgufAdapter:
 
 
 def read_gguf_adapter(path: Path, model_type: str) -> GgufAdapter:
-    """Reads an adapter for a base model. model_type: of the base model, in its config.json.
+    """Reads an adapter. model_type: the `model_type` in the base model's config.json.
 
-    Raises GgufError for one of another architecture, and for what is not supported.
+    Raises GgufError if the adapter is for another architecture or is not supported.
     """
     file = read_gguf(path, texts=False)
     if not file.is_adapter:

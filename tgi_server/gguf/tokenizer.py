@@ -297,7 +297,7 @@ def _added(words: Vocabulary, token_id: int, *, special: bool) -> dict[str, Any]
 
 def _bpe(words: Vocabulary, **own: Any) -> dict[str, Any]:
     vocab = {token: token_id for token_id, token in reversed(list(enumerate(words.tokens)))}
-    # A pair whose parts or result are no tokens is never merged; the library would refuse it.
+    # Leaves out pairs whose parts or result are not tokens: they are never merged, and the library would refuse them.
     merges = [pair for pair in words.merges() if pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab]
     plain = {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     return {"type": "BPE", **plain, "vocab": vocab, "merges": merges, **own}
@@ -323,7 +323,7 @@ def _byte_level(words: Vocabulary) -> dict[str, Any]:
 
 
 def _raw_pairs(words: Vocabulary) -> dict[str, Any]:
-    """Pairs of texts are merged within lines; what is no token is taken byte by byte."""
+    """Pairs of texts are merged within lines. Text that is not a token is encoded byte by byte."""
     lines = {"type": "Split", "pattern": {"Regex": r"[^\n]+|\n+"}, "behavior": "Isolated", "invert": False}
     return {
         "normalizer": _SPACES,

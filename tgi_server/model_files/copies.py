@@ -44,9 +44,9 @@ def copy_path(kind: str, *folders: Path) -> Path:
 
 
 def files_path(kind: str, name: str, files: Iterable[Path], code: bytes = b"") -> Path:
-    """Returns the folder of the copy of a kind made from some files. Its name begins with `name`.
+    """Returns the folder of a copy that is made from some files. Its name begins with `name`.
 
-    code: what stands for the code that makes the copy: another version of it makes one of its own.
+    code: identifies the version of the code that makes the copy. Each version makes its own copy.
     """
     made_of = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr(made_of).encode() + code).hexdigest()

@@ -1,4 +1,4 @@
-"""Finds a model's folder: a local one, or one in the Hugging Face hub's cache, fetched if need be.
+"""Finds a model's folder: a local one, or one in the Hugging Face hub's cache, downloaded if it is not there.
 
 The hub's client itself reads the variables HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_CACHE, and those of proxies.
 """
@@ -34,7 +34,7 @@ from tgi_server.model_files.tokenizer_files import PATTERNS, TOKENIZERS, has_tok
 
 logger = logging.getLogger(__name__)
 
-# Files with the same weights in another layout, and files that training leaves behind.
+# Files with the same weights in another layout, and files that training has left.
 NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "openvino*"]
 
 
@@ -221,7 +221,7 @@ def _gguf_folder(
 ) -> Path | None:
     """Returns the folder that describes the model's GGUF file; None for a model of another kind, or if none is named.
 
-    name: of the file, if it is given. tokenizer: the folder of another one. Raises ModelUnavailable.
+    name: the file's name, if it is given. tokenizer: the folder of another tokenizer. Raises ModelUnavailable.
     """
     path = Path(model_id).expanduser()
     if path.is_dir():

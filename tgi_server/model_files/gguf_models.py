@@ -73,7 +73,7 @@ class GgufChoice:
 
 
 def split_kind(model_id: str) -> tuple[str, str | None]:
-    """Returns an id of the hub without what follows the colon, and that: how the model's file is quantized."""
+    """Splits `model_id` at its colon into an id of the hub and the quantization of the model's file; None: no colon."""
     repository, _, kind = model_id.partition(":")
     return repository, kind or None
 

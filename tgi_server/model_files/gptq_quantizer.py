@@ -26,7 +26,7 @@ from tgi_server.engine.memory import HOST
 from tgi_server.model_files.gptq_rounding import GptqSettings, Hessian, round_weight
 
 _SETTINGS = "quantize_config.json"
-# In the folder of an unfinished run: what it is a run of.
+# The file that describes an unfinished run, in the run's folder.
 _RUN = "run.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -69,7 +69,7 @@ def quantize_folder(
 
 
 class _Layers:
-    """A model that is loaded some decoder layers at a time. paths: of all of them."""
+    """A model that is loaded a few decoder layers at a time. paths: the paths of all decoder layers."""
 
     def __init__(self, folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> None:
         self._folder = folder
@@ -172,7 +172,7 @@ def _quantized_layer(
 
 
 def _dequantize(layer: nn.Module, file: Path, prefix: str, settings: GptqSettings) -> None:
-    """Gives a layer the weights that an earlier run has written for it. prefix: of their names."""
+    """Loads the weights that an earlier run has written for a layer. prefix: the prefix of their names."""
     read = gptq_format.GptqFormat(settings.bits, settings.group_size if settings.group_size > 0 else None, 1)
     with safe_open(file, framework="pt") as opened:
         files = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118

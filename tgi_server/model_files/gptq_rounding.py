@@ -20,8 +20,9 @@ _ROWS_PER_THREAD = 512
 
 @dataclass(frozen=True, slots=True)
 class GptqSettings:
-    """bits: of a code, at most 4 or 8. group_size: inputs that share a scale; -1: all. damping: what is added to the
-    Hessian's diagonal, as a share of its mean. act_order: inputs with the largest activations are rounded first.
+    """bits: bits of a quantized weight, stored in 4 or 8. group_size: inputs that share a scale; -1: all. damping: what
+    is added to the Hessian's diagonal, as a share of its mean. act_order: round inputs with the largest activations
+    first.
     """
 
     bits: int = 4

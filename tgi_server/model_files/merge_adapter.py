@@ -52,9 +52,9 @@ def merge_adapter(adapter: Layers, base: BaseModel, target: Path) -> None:
 
 
 def _stored_name(base: BaseModel, path: str, layer: AdapterLayer, names: Mapping[str, str]) -> str:
-    """Returns the name that the files have for a layer. Raises InvalidAdapter.
+    """Returns the name of a layer in the files. Raises InvalidAdapter.
 
-    names: of the tensors in the files, by their names there and in the model.
+    names: maps the tensors' names, in the files and in the model, to their names in the files.
     """
     weight = next((names[f"{name}.weight"] for name in base.names(path) if f"{name}.weight" in names), None)
     if weight is None:

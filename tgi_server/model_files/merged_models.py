@@ -47,7 +47,7 @@ def merged_copy(adapter: Path, base: Path) -> Path | None:
 
 
 def merge(adapter: Path, base: Path, *, trust_remote_code: bool) -> Path:
-    """Returns the copy of the base model that has the adapter merged, made if need be. Raises ModelUnavailable."""
+    """Returns the base model with the adapter merged, and makes it if it does not exist. Raises ModelUnavailable."""
     if (copy := merged_copy(adapter, base)) is not None:
         return copy
     from tgi_server.engine.checkpoint.model_folder import ModelFolder  # imports torch, which takes seconds

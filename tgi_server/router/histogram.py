@@ -42,7 +42,7 @@ class Histogram(Collector):
     def __init__(
         self, name: str, meaning: str, bounds: Sequence[float], label: str | None, registry: CollectorRegistry
     ) -> None:
-        """bounds: of the buckets, ascending; the infinite one is added. label: its name; None: there are no labels."""
+        """bounds: the buckets' upper bounds, ascending, without infinity. label: name of its label; None: no label."""
         self._name, self._meaning, self._bounds, self._label = name, meaning, bounds, label
         self._names = [*map(floatToGoString, bounds), _INFINITE]
         self._children: dict[str, Buckets] = {} if label else {"": Buckets(bounds)}

@@ -31,7 +31,7 @@ class Limits:
 
     @classmethod
     def chosen(cls, values: Mapping[str, int | None], **others: Any) -> Self:
-        """Returns the limits. values: of limits with another default in each interface; None: not chosen."""
+        """Returns the limits. values: limits whose default depends on the interface; None: use the default."""
         given = {name: value for name, value in values.items() if value is not None}
         return cls(**given, given=frozenset(given), **others)
 

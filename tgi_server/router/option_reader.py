@@ -69,10 +69,10 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class OptionReader:
-    """Makes the options of a request of any interface, and checks them.
+    """Reads and checks the options of requests of all interfaces.
 
-    limits: of TGI's interface. defaults: values of sampling options that are not set, in the other interfaces.
-    vocab_size: tokens that the model can generate. end_tokens: tokens that end a text.
+    limits: the limits of TGI's interface. defaults: values of unset sampling options in the other interfaces.
+    vocab_size: number of tokens that the model can generate. end_tokens: ids of the tokens that end a text.
     """
 
     limits: Limits
@@ -93,10 +93,11 @@ class OptionReader:
         lowest_priority: float = -inf,
         elsewhere: Mapping[str, tuple[str, Any]] | None = None,
     ) -> GenerationOptions:
-        """Returns the options that the body of a request sets. streams: its answer does. lowest_priority: that the
-        request may have. elsewhere: as for `Given.by`.
+        """Returns the options that the body of a request sets. Raises InvalidRequest.
 
-        Raises InvalidRequest.
+        streams: True if the answer is streamed. lowest_priority: the lowest number that the request's priority may
+        have.
+        elsewhere: see `Given.by`.
         """
         given = Given.by(request, dialect, elsewhere)
         for row in rows(dialect):
@@ -239,7 +240,7 @@ def check_company(
 ) -> None:
     """Raises InvalidRequest for an option that cannot be used with the rest of the request, or on this server.
 
-    beside: what the request has of `BESIDE_OPTIONS`. lacking: the abilities that the server does not have, and why.
+    beside: the members of `BESIDE_OPTIONS` that the request has. lacking: abilities that the server lacks, and why.
     """
     parts = dict(zip(PARTS, (options.sampling, options.stopping, options.report, options), strict=True))
     for row in _rows_with_company(dialect):

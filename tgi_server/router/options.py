@@ -54,16 +54,16 @@ _OBJECTS = {Dialect.TGI: "parameters", Dialect.OLLAMA: "options"}
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """An option as one interface has it, with the rules that its values keep there beside their bounds.
+    """An option in one interface, with the rules for its values there.
 
-    names: of its fields; a message about an unset option has the first name. bounds: None: as in the contract. note:
-    an addition to its description. default: its value where neither the request nor the model's own defaults set it;
-    None: as in the contract. unset: values that leave it unset. limit: of the server, which bounds the number, or the
-    number of texts. at_least, at_most: options whose values bound it. choices: the values that it may have; empty: any.
+    names: names of its fields; messages about an unset option use the first one. bounds: None: as in the contract.
+    note: an addition to its description. default: its value if neither the request nor the model's own defaults set it;
+    None: as in the contract. unset: values that mean that it is unset. limit: the server's limit on the number, or on
+    the number of texts. at_least, at_most: options whose values bound it. choices: the allowed values; empty: any.
 
-    Values within `free`, or equal to that of `at_least`, may stand beside anything. Others need one of `needs`, fields
-    of the request; and the abilities of the server in `abilities`. They are refused with the options, and with what a
-    request has of `BESIDE_OPTIONS`, in `refused_with`; and in streams unless `streams`.
+    Values within `free`, or equal to that of `at_least`, may be combined with anything. Other values need one of the
+    request's fields `needs`, and all of the server's `abilities`. They are refused together with the options, and the
+    members of `BESIDE_OPTIONS`, in `refused_with`; and in streams unless `streams`.
     """
 
     names: tuple[str, ...] = ()

@@ -471,9 +471,9 @@ def _pace(settings: PipelineSettings, limits: Limits, info: pb.InfoResponse) -> 
 def _answer_form(
     settings: PipelineSettings, template: ChatTemplate, tokenizer: TextTokenizer, response_template: Any
 ) -> tuple[AnswerForm, ReasoningTags | None]:
-    """Returns the form of answers, and what stands around the model's thoughts.
+    """Returns the form of answers, and the tags around the model's reasoning.
 
-    response_template: of the model's tokenizer_config.json, which is used where the form of calls is not known.
+    response_template: the template in tokenizer_config.json, which is used if the form of calls is not known.
     """
     calls = tool_format(settings.tool_call_parser, template.source)
     thoughts = reasoning_tags(settings.reasoning_parser, template.source)
@@ -500,9 +500,9 @@ def _response_template(spec: Any) -> ResponseTemplate | None:
 
 
 def public_name(model_id: str) -> str:
-    """Returns a model's id without the server's paths: of a local folder its name, of a hub's cache the model's id.
+    """Returns a model's id without paths of the server: the name of a local folder, or the model's id in a hub's cache.
 
-    Of a GGUF file it is the name, also where that is a link to a file with another name.
+    For a GGUF file this is the file's name, even if it is a link to a file with another name.
     """
     path = Path(model_id)
     if not path.is_absolute() and not path.exists():

@@ -25,7 +25,7 @@ def slopes_of(attention: nn.Module, heads: int, kind: str) -> Tensor:
 def geometric_slopes(heads: int) -> Tensor:
     """Returns 2^(-8/n), 2^(-16/n), ... for n heads: [heads] float32.
 
-    When n is no power of two: those of the largest power of two below it, then every other one of twice as many.
+    If n is not a power of two: the slopes of the next smaller power of two, then every other slope of the next larger.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = _powers(power, torch.arange(1, power + 1))
@@ -37,7 +37,7 @@ def geometric_slopes(heads: int) -> Tensor:
 def interleaved_slopes(heads: int, bias_max: float = 8) -> Tensor:
     """Returns 2^(-bias_max/n), 2^(-2*bias_max/n), ... for n heads: [heads] float32.
 
-    When n is no power of two: of the next power of two's slopes, first every second one, then the ones between.
+    If n is not a power of two: of the slopes of the next larger power of two, first every second one, then the others.
     """
     power = 2 ** math.ceil(math.log2(heads))
     slopes = 1.0 / torch.pow(2, torch.arange(1, power + 1).float() * (bias_max / power))

@@ -36,8 +36,9 @@ def build_decoder(
 ) -> Decoder:
     """Fills a spec with the weights of a model of `transformers`, whose layers are emptied one by one.
 
-    variants: how layers say that they attend. linear: makes linear layers. pack: packs those of a mixture of experts.
-    embedding, head: of another model, where it uses that one's.
+    variants: how layers report that they attend. linear: makes linear layers. pack: packs those of a mixture of
+    experts.
+    embedding, head: those of another model, if this model shares them.
 
     Raises Unfit before anything has changed.
     """

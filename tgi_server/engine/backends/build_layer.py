@@ -178,7 +178,7 @@ def _heads(attention: Any, spec: LayerSpec, linears: Mapping[str, Any]) -> Atten
 def _variant(
     attention: nn.Module, spec: LayerSpec, heads: AttentionHeads, said: AttentionVariant | None
 ) -> AttentionVariant:
-    """Returns how a layer attends. said: what it says when it calls attention; None: it does not call it."""
+    """Returns how a layer attends. said: the variant with which it calls attention; None: it does not call it."""
     variant = said or AttentionVariant(scaling=heads.size**-0.5)
     scaling = variant.scaling if spec.scaling is None else spec.scaling
     variant = replace(

@@ -63,7 +63,7 @@ class CpuModel(PagedModel):
             self._kernel.split(group.ranks(), cast(VocabParallelHead, decoder.head).vocab_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Makes copies anew of what can be stored, which kernels cannot."""
+        """Lets copies build new kernels, because kernels cannot be pickled."""
         return type(self), (self.source, self.decoder, self.attention, self._group), {"kv_shape": self.kv_shape}
 
     def allocate(self, num_blocks: int) -> None:
@@ -199,8 +199,8 @@ def _images(images: ImageTokens) -> dict[str, Any]:
 def _runs(metadata: ForwardMetadata, states: SequenceStates) -> tuple[Tensor, Tensor]:
     """Returns the runs of neighbouring tokens of the same text in a pass, [runs, 4] int64, and saves, [saves, 3] int64.
 
-    A run is its first token, number of tokens, slot, and 1 if the slot gets the state behind them. A save is a copy of
-    the state on the way: the run, the number of its tokens before, and the slot.
+    A run is its first token, number of tokens, slot, and 1 if the slot gets the state after them. A save copies the
+    state within a run: the run, the number of its tokens before the copy, and the slot of the copy.
     """
     rows, saves = metadata.decoding, []
     runs = [(row, 1, slot, 1) for row, slot in enumerate(metadata.state_slots[:rows])]
@@ -233,7 +233,7 @@ def _kernel(decoder: Decoder) -> Any:
 
 
 def _embedding_kernel(embedding: Any, scale: float) -> Any:
-    """Returns a `torch.classes.oatmill.Embedding`. scale: of its rows, as their dtype has it."""
+    """Returns a `torch.classes.oatmill.Embedding`. scale: factor of its rows, which is rounded to their dtype."""
     own = embedding.inner if isinstance(embedding, VocabParallelEmbedding) else embedding
     layer = _linear_kernel(own.layer) if isinstance(own, QuantizedEmbedding) else None
     return torch.classes.oatmill.Embedding(own.weight, layer, float(torch.tensor(scale, dtype=own.weight.dtype)))

@@ -229,8 +229,9 @@ def _scaling(rope: RotaryTable, device: torch.device, dtype: torch.dtype) -> flo
 
 
 def _of_two_norms(layer: DecoderLayer, *, parallel: bool) -> bool:
-    """Returns True for a layer with a norm before attention and one before the feed-forward part, or none, and else no
-    more than norms behind these.
+    """Returns True for a layer of attention and then a dense feed-forward part, with an unsharded norm before each.
+
+    Norms after them are allowed. Latents, mixers, mixtures and other further parts are not.
     """
     linears, norms, spec = layer.linears, layer.norms, layer.spec
     more = (layer.latents, layer.mixer, layer.mixture, layer.altup, spec.deviations, norms.get("token_norm"))

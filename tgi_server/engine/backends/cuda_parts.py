@@ -56,7 +56,7 @@ class MixtureKernels:
 
 
 def route(layer: DecoderLayer, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Does what `routed` does, by a kernel. dtype: of the shares."""
+    """Computes `routed` with a kernel. dtype: the dtype of the returned shares."""
     spec, mixture = layer.spec.mixture, layer.mixture
     assert spec is not None
     bias, factors = (None if name is None else operator.attrgetter(name)(mixture) for name in (spec.bias, spec.factors))

@@ -90,7 +90,7 @@ class Norm:
 class AttentionHeads:
     """The numbers of query heads (`heads`) and of key and value heads (`kv_heads`), and the elements of a head.
 
-    value_size: elements of a value, of which the output of a head has as many; the cache has zeros behind them.
+    value_size: elements of a value and of a head's output. In the cache, zeros follow them.
     """
 
     heads: int

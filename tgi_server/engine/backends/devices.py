@@ -84,7 +84,7 @@ def cache_bytes(
 
 
 def forget_peak(device: torch.device) -> None:
-    """Starts counting anew the most memory that passes take, which `cache_bytes` leaves to them."""
+    """Resets the peak memory of forward passes, which `cache_bytes` reserves for them."""
     if device.type == "cuda":
         gc.collect()  # or what a model before this one had would count
         torch.cuda.reset_peak_memory_stats(device)

@@ -167,7 +167,7 @@ def _sizes(linear: Any) -> tuple[int, int]:
 
 
 def _layer(model: PreTrainedModel, index: int) -> nn.Module:
-    """Returns the module whose input is that of the decoder layer `index`; behind the last one, that is the norm."""
+    """Returns the decoder layer `index`, or the norm after the last layer if `index` is the number of layers."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     if index == count:
         norm: nn.Module = model.get_decoder().norm

@@ -56,10 +56,10 @@ def choose_kv_format(
     positions: int | None,
     group: ShardGroup | None,
 ) -> None:
-    """Gives a model the attention of the smallest format up to the requested one that costs it little.
+    """Gives a model the attention with the smallest KV format, up to the requested one, that hardly changes its logits.
 
-    attention: makes it. folder: of the model, with its tokenizer. positions: most of a text; None: any number. group:
-    the shards, which all come to the same choice.
+    attention: makes the attention of a format. folder: the model's folder, with its tokenizer. positions: maximum
+    length of a text; None: unlimited. group: the shards, which all choose the same.
     """
     tokens = _tokens(model, folder, positions)
     own = KVFormat(model.attention.dtype)

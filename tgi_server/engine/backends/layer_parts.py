@@ -30,10 +30,10 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPass:
-    """The tokens of a pass as layers see them. rotations: of each of the model's ropes.
+    """What the layers need to know about the tokens of a forward pass.
 
-    further: the further inputs of layers, [tokens, layers, size]; None: there are none. selections: of the layers with
-    an index so far, the last of which holds.
+    rotations: the rotation of each of the model's ropes. further: further inputs of the layers, [tokens, layers, size];
+    None: there are none. selections: those of the layers with an index so far; layers use the last one.
     """
 
     positions: Tensor
@@ -150,7 +150,7 @@ class LayerParts(PagedModel):
     ) -> tuple[AttentionVariant, Tensor]:
         """Returns how a layer attends to chosen tokens, and the keys of its index, [tokens, 1, size].
 
-        queries: what the queries are made of. The keys of a layer without an index are zeros.
+        queries: the input of the queries' projection. The keys of a layer without an index are zeros.
         """
         index, rope = layer.spec.index, layer.spec.rope
         assert index is not None
@@ -245,7 +245,7 @@ class LayerParts(PagedModel):
         return corrected
 
     def _laurel(self, altup: AltUpLayer, x: Tensor, rows: AdapterRows | None) -> Tensor:
-        """Returns a residual of low rank beside attention (LAuReL: Menghani et al. 2024). x: what attention takes."""
+        """Returns a low-rank residual beside attention (LAuReL: Menghani et al. 2024). x: the input of attention."""
         *_, left, right = altup.linears.values()
         return x + self._normed(altup.laurel_norm, right.adapted(left.adapted(x, rows), rows))
 
@@ -274,7 +274,7 @@ def _variant(layer: DecoderLayer) -> AttentionVariant | None:
 def routed(layer: DecoderLayer, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token, and their shares in float32: [tokens, experts of a token] each.
 
-    logits: of the router, [tokens, experts].
+    logits: the router's logits, [tokens, experts].
     """
     spec, mixture = layer.spec.mixture, layer.mixture
     assert spec is not None

@@ -57,9 +57,9 @@ class AdapterRows:
 class LoraDelta:
     """One adapter's change of a linear layer of the running model: y = dora_scale * base(x) + b (a x) + bias_delta.
 
-    a: [ranks, inputs], of all layers that the running model computes as one. b: of each of those that is changed
-    [its ranks, its outputs]; they take the ranks in turn. firsts: the place of the first output of each.
-    dora_scale, bias_delta: [outputs] float32, or None for 1 and 0.
+    a: [ranks, inputs], for all layers that the running model computes as one. b: for each of these layers that is
+    changed, [its ranks, its outputs]; the layers use the ranks one after another. firsts: the index of the first output
+    of each. dora_scale, bias_delta: [outputs] float32, or None for 1 and 0.
     """
 
     a: Tensor

@@ -63,7 +63,7 @@ class MixerKernel:
         return None if made is None else cls(*made, mixer.layer_idx, shapes(mixer))
 
     def states(self, states: SequenceStates, dtype: torch.dtype) -> list[Tensor]:
-        """Returns the states of all slots, in the order in which the kernel takes them. dtype: of the model."""
+        """Returns the states of all slots, in the kernel's order. dtype: the model's dtype."""
         return [states.all_slots((self.layer, name), shape, own or dtype) for name, (shape, own) in self.shapes.items()]
 
 
@@ -189,8 +189,9 @@ def _states_of_convolution(module: Any) -> dict[str, tuple[tuple[int, ...], torc
     return {"causal_conv1d_fn": ((width - 1, channels), None)}
 
 
-# By their names in specs: what returns the recipe of a mixer's kernel and the linear layers in it that adapters may
-# change, or None if there is no kernel for its parts; and what returns the shapes of its states, in the kernel's order.
+# For each mixer's name in specs, two functions. The first returns the recipe of the mixer's kernel and the linear
+# layers in it that adapters may change, or None if there is no kernel for its parts. The second returns the shapes of
+# the mixer's states, in the kernel's order.
 _KERNELS: Mapping[str, tuple[Callable[[MixerSpec, Any, LinearFactory], _Made | None], Callable[[Any], _Shapes]]] = {
     "gated_delta_net": (_delta_net, _states_of_delta_net),
     "kimi_delta_attention": (_kimi, _states_of_kimi),

@@ -34,8 +34,8 @@ _WITH_WINDOW = {"DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAtt
 class OwnPass:
     """Results of a model with its own attention.
 
-    logits: after both prompts, and after one more token of each: [4, vocab_size]. variants: of the layers that call
-    attention through `AttentionInterface`.
+    logits: after both prompts, and after one more token of each: [4, vocab_size]. variants: those of the layers that
+    call attention through `AttentionInterface`.
     """
 
     logits: Tensor
@@ -111,9 +111,9 @@ def _own_biases(model: nn.Module) -> Iterator[None]:
 def window_objection(
     model: PreTrainedModel, variants: Mapping[int, AttentionVariant], spec: DecoderSpec | None = None
 ) -> str | None:
-    """Returns why layers do not attend as the configuration says, in words; None if they do.
+    """Returns why layers do not attend as the configuration says; None if they do.
 
-    spec: of the model; a window that a layer has from it is right, since the layer tells it nobody.
+    spec: the model's spec. A window that it gives a layer is taken as right, since the layer itself does not report it.
     """
     untold = set() if spec is None else {layer for layer, of_layer in enumerate(spec.layers) if of_layer.window}
     said = {layer: (0 if layer in untold else variant.window, variant.chunk) for layer, variant in variants.items()}

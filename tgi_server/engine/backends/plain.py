@@ -68,7 +68,7 @@ class PlainBackend(Backend):
         return ReferenceModel(source, decoder, self.attention(decoder.kv_shape))
 
     def _created(self, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
-        """Returns the model as the device computes it best. positions: of the longest text; None: nothing bounds it."""
+        """Returns the model as the device computes it best. positions: length of the longest text; None: unlimited."""
         otherwise = "takes the padded path" if spec is None else "runs by its spec in plain torch"
         found: tuple[GenericModel | ReferenceModel, LogitsProbe] | None = self._generic(positions, otherwise)
         if found is None and spec is not None:
@@ -82,9 +82,9 @@ class PlainBackend(Backend):
     def _generic(
         self, positions: int | None, otherwise: str = "takes the padded path"
     ) -> tuple[GenericModel, LogitsProbe] | None:
-        """Returns the forward pass of `transformers` on the paged KV cache, and its logits; None: that is not right.
+        """Returns the forward pass of `transformers` on the paged KV cache, and its logits; None if it is wrong.
 
-        otherwise: what the model does then, for the log.
+        otherwise: how the model is computed in that case, for the log.
         """
         found = probe_paged_path(self.source, self.group)
         if isinstance(found, str):

@@ -45,9 +45,9 @@ class LogitsProbe:
         kv_format: KVFormat | None = None,
         expected: Tensor | None = None,
     ) -> None:
-        """model: computes the logits with attention in plain torch. group: the shards of the model, when this is one of
-        them. long: of texts of several blocks. kv_format: how keys and values are cached; None: as they come. expected:
-        the logits, of short texts, where they are known.
+        """model: computes the expected logits with attention in plain torch. group: the shards of the model; None for a
+        single shard. long: use texts of several blocks. kv_format: the format of the KV cache; None: the model's dtype.
+        expected: the logits of short texts, if they are known.
         """
         self._model = model
         self._group = group
@@ -59,10 +59,10 @@ class LogitsProbe:
         self._noise: float | None = None
 
     def fault(self, model: PagedModel, name: str, rounding: float = 0.0) -> str | None:
-        """Returns why a model must not compute as it does now, in words; None: it may.
+        """Checks how a model computes at present. Returns why it must not compute so; None if it may.
 
-        Its KV blocks are allocated anew. name: of what is done differently. rounding: share of their norm by which the
-        logits may change besides. All shards come to the same answer.
+        Reallocates the model's KV blocks. All shards get the same result. name: the method that is checked, for
+        messages. rounding: further difference of the logits that is allowed, as a share of their norm.
         """
         fault = self._fault(model, name, self._allowance + rounding)
         if fault is None or self._expected.dtype is torch.float32:
@@ -146,8 +146,8 @@ def short_logits(model: PagedModel) -> Tensor:
 def long_logits(model: PagedModel, length: int) -> Tensor:
     """Returns the last logits of every part of a run in which a prompt of several blocks is computed in two chunks.
 
-    length: of its longest text. The second chunk is computed while a shorter text decodes. The longer text is then
-    attended in several parts where a backend has such.
+    length: tokens of its longest text. The second chunk is computed while a shorter text decodes. A backend that can
+    split attention over a text attends to the longer text in several parts.
     """
     _allocate_states(model)
     half, shorter = length // 2, max(1, length // 3)

@@ -48,9 +48,9 @@ class _Texts:
         self.rows = rows
 
     def run(self, name: str, function: _Run, *inputs: Tensor) -> Tensor:
-        """Computes those that decode together, prompt chunks one by one. Returns the output, [tokens, ...].
+        """Computes all decoding rows together and prompt chunks one by one. Returns the output, [tokens, ...].
 
-        name: of the state. inputs: [tokens, ...].
+        name: the state's name. inputs: [tokens, ...].
         """
         metadata, states, key = self._metadata, self._states, (self._layer, name)
         outputs, rows = [], metadata.decoding

@@ -103,10 +103,10 @@ def repeated(tables: tuple[Tensor, Tensor] | Tensor, kind: str, dtype: torch.dty
 class LengthDependentRope:
     """A model's rotary embeddings whose frequencies depend on a text's length: the types "dynamic" and "longrope".
 
-    Most models have none. `transformers` chooses their frequencies anew in every pass, by the furthest position in it.
-    In a batch one request's length would so change another's tokens, and cached keys would stand beside keys of other
-    frequencies. Here they are chosen once, for the longest text that is accepted; vLLM decides in the same way. As long
-    as that is no longer than what the model was first trained on, every request gets what it would get alone.
+    Most models have none. `transformers` chooses the frequencies in every pass, by the furthest position in the pass.
+    In a batch, the length of one request would then change the tokens of another one, and cached keys could have other
+    frequencies than new ones. Here the frequencies are chosen once, for the longest text that is accepted, as in vLLM.
+    If that is not longer than the texts of the model's first training, each request gets what it would get alone.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -16,13 +16,13 @@ SCRATCH_SLOT = 0
 
 
 class SequenceStates:
-    """The states of all sequences and layers. A slot has one of each part, zeros while nothing is computed.
+    """The recurrent states of all sequences and layers. A slot has one state of each part, zeros at first.
 
-    Slot 0 is scratch: what nobody has joined is computed there.
+    Slot 0 is scratch, for rows without a sequence.
 
-    A part comes to be when it is first written, since only its function knows the shape of a state.
+    A part is allocated when it is first written, because only then the shape of its state is known.
 
-    generation: changes when the tensors are other ones.
+    generation: a number that changes whenever the tensors are replaced.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class SequenceStates:
         return sum(tensor[0].nbytes for tensor in self._parts.values())
 
     def allocate(self, slots: int, snapshots: int = 0) -> None:
-        """Allocates slots 0 .. slots - 1 with zeros, and snapshots behind them. Drops the earlier contents."""
+        """Allocates slots 0 .. slots - 1 with zeros, and snapshots after them. Drops the earlier contents."""
         self._first_snapshot, self._slots = slots, slots + snapshots
         self.generation += 1
         for key, tensor in self._parts.items():

@@ -28,11 +28,11 @@ Linear = nn.Linear | QuantizedLinear
 class LinearFactory:
     """Makes the linear layers of one model: all of a kind of weights with the same kernels.
 
-    layer: what layers with dense weights become, and kernels theirs. quantized: the kernels of quantized weights, by
-    their kind; quantized layers of another kind become `layer` where that has 8 bits, or stay what they are. dtype: of
-    the model. quantized_layer: makes a quantized layer of a weight, a bias, the kernels and the dtype. side_by_side:
-    makes one layer of several with different kinds of weights; None: these are widened to 8 bits. kind_of: returns the
-    kind of a weight.
+    layer: the class for layers with dense weights, and `kernels` its kernels. quantized: the kernels of each kind of
+    quantized weights; layers of other kinds become `layer` if that has 8 bits, and otherwise stay as they are. dtype:
+    the model's dtype. quantized_layer: makes a quantized layer of a weight, a bias, the kernels and the dtype.
+    side_by_side: makes one layer of several with different kinds of weights; None: these are widened to 8 bits.
+    kind_of: returns the kind of a weight.
     """
 
     layer: type[PackedLinear]

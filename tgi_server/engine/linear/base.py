@@ -83,7 +83,7 @@ class PackedLinear(nn.Module):
 class PackedQuantized(PackedLinear):
     """y = x W^T + b with W quantized. x is taken as it is; y has its dtype.
 
-    dtype: of the weights, where somebody asks for it.
+    dtype: reported as the dtype of the weights.
     """
 
     def __init__(

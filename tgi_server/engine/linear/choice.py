@@ -43,8 +43,9 @@ _DISTINCT = 48
 class Weights:
     """A kind of weights that the same kernels multiply.
 
-    kind: "dense", or of quantized weights `kind_of`.
-    dtype: of the inputs. bits: of a weight. kernels: the engine's kernels that run on this CPU, the default first.
+    kind: "dense", or `kind_of` for quantized weights.
+    dtype: dtype of the inputs. bits: bits of a weight. kernels: the engine's kernels that run on this CPU, the default
+    first.
     by_name: kernels that are used only if they are named.
     make: returns a layer with these numbers of outputs and inputs, and these kernels.
     """
@@ -69,7 +70,7 @@ class Weights:
 
     @classmethod
     def quantized(cls, kind: str, dtype: torch.dtype) -> Self:
-        """Quantized weights of a kind. dtype: of the model."""
+        """Quantized weights of a kind. dtype: the model's dtype."""
         bits = 4 if kind in ("int4", "codebook") else 6 if kind == SIX_BITS else 8
         codebook = {"int4": LINE, "codebook": LINE.flip(0)}.get(kind)
         codes = torch.uint8 if bits == 4 else torch.float8_e4m3fn if kind == "fp8" else torch.int8

@@ -172,7 +172,7 @@ def _order_of(weight: QuantizedWeight) -> Tensor:
 
 
 class GroupedQuantizedExperts(Grouped):
-    """Computes with weights that stay quantized. dtype: of the model."""
+    """Computes with weights that stay quantized. dtype: the model's dtype."""
 
     def __init__(self, experts: Experts, dtype: torch.dtype) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class _AllExperts(nn.Module):
     order: Tensor | None
 
     def __init__(self, experts: Sequence[Sequence[QuantizedLinear]], dtype: torch.dtype) -> None:
-        """experts: of each the layers whose outputs stand side by side; all weights join.
+        """experts: for each expert, the layers whose outputs are concatenated. The weights of all experts are joined.
 
         A few experts are packed at a time, because unpacked weights take a byte each.
         """

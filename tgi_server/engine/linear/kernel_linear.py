@@ -19,7 +19,7 @@ TILE = 48
 class KernelLinear(PackedLinear):
     """y = x W^T + b by a `torch.classes.oatmill.Linear`, which `_pack` makes with `_set`. y has the dtype of x.
 
-    Objects of `torch.classes` cannot be pickled, so a copy makes them anew.
+    Objects of `torch.classes` cannot be pickled, so a copy creates new ones.
     """
 
     _layer: Any
@@ -37,8 +37,8 @@ class KernelLinear(PackedLinear):
     ) -> None:
         """Sets the layer that computes.
 
-        known: the kernels that take these weights; the first of them is taken where `kernels` is None. scales and
-        compensation: of 8-bit weights, a number for each output, padded. quantized: members of a
+        known: the kernels for these weights; the first one is used if `kernels` is None. scales and compensation: for
+        8-bit weights, a number for each output, padded. quantized: members of a
         `torch.classes.oatmill.QuantizedWeights`; None: the weights are not quantized in groups.
         """
         self._table = kernels or KernelTable.of(known[0])

@@ -79,8 +79,9 @@ def _words(codes: Tensor, bits: int) -> Tensor:
 def arrangement(groups: Tensor, sizes: Sequence[int]) -> tuple[int, Tensor | None, Tensor]:
     """Arranges inputs in blocks, each with inputs of one group.
 
-    groups: [inputs], of each input. sizes: of a block, the largest first. Returns the number of inputs in a block; the
-    input at each place (`inputs`: no input), or None if the order is unchanged; and the group of each block, int32.
+    groups: [inputs], the group of each input. sizes: possible sizes of a block, the largest first. Returns the number
+    of inputs in a block; the input at each place (`inputs`: padding), or None if the order is unchanged; and the group
+    of each block, int32.
     """
     inputs, counts = len(groups), groups.bincount()
     blocks = {size: -(-counts // size) for size in sizes}

@@ -33,7 +33,7 @@ def attention(
     v: str = "v_proj",
     heads: Heads | None = None,
 ) -> Splits:
-    """heads: of the module, where other modules of the model have others."""
+    """heads: the module's heads, if other modules of the model have other numbers of heads."""
     queries, keys = (layout if heads is None else of_heads(heads, layout) for layout in (query_heads, key_heads))
     return {
         f"{name}.{q}": column_parallel(queries),
@@ -68,5 +68,5 @@ NORMS_OF_ALL_HEADS: Splits = {
 
 
 def llama_plan(config: Any, splits: Splits = {}, whole: tuple[str, ...] = ()) -> ShardingPlan:  # noqa: B006
-    """Returns the plan of models with the modules of Llama. splits: of others. whole: those that every rank has."""
+    """Returns the plan for Llama's modules. splits: those of other modules. whole: modules that are not split."""
     return ShardingPlan(heads_of(config), ("self_attn",), {**LLAMA, **splits}, whole)

@@ -51,7 +51,7 @@ class ShardGroup:
     def __init__(
         self, rank: int, world_size: int, local_world_size: int, store: dist.Store, sharing_cores: int | None = None
     ) -> None:
-        """local_world_size: number of shards on this machine. store: the key-value store behind `exchange`.
+        """local_world_size: number of shards on this machine. store: the key-value store that `exchange` uses.
 
         sharing_cores: number of shards that compute on the same cores as this one, itself included; None: all shards of
         this machine.

@@ -50,7 +50,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The parts of a runner, for a later start. weight_bytes: of the checkpoint's weights."""
+    """The parts of a runner, for a later start. weight_bytes: size of the checkpoint's weights."""
 
     model: CpuModel
     backend: Backend

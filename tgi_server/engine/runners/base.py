@@ -162,7 +162,7 @@ class Runner(ABC):
     def skip(self, row: int, tokens: int, token_id: int) -> None:
         """Advances a row by `tokens` tokens more than the one of the last pass. token_id: its next input.
 
-        The pass has computed them as a chunk behind the row's own token. Only for paged models.
+        The pass has computed them as a chunk after the row's own token. Only for paged models.
         """
         raise InvalidCall("a padded row advances by one token a pass")
 

@@ -27,10 +27,10 @@ class Caps:
 
 
 def caps_of_gpu(free_bytes: int, token_bytes: int, token_seconds: float) -> Caps:
-    """Returns what a GPU is full with.
+    """Returns the largest useful batch and prefill of a GPU.
 
-    free_bytes: for keys and values. token_bytes: of the keys and values of a token. token_seconds: that a token of a
-    long prompt takes, as measured.
+    free_bytes: memory for keys and values. token_bytes: bytes of a token's keys and values. token_seconds: the measured
+    time for a token of a long prompt.
     """
     held = free_bytes // (max(token_bytes, 1) * _EXPECTED_TOKENS)
     rows, tokens = (_ROWS_SECONDS / token_seconds, _PROMPTS_SECONDS / token_seconds) if token_seconds else (inf, inf)

@@ -1,8 +1,8 @@
 """Steps captured as CUDA graphs: the host starts one of them with a single call.
 
-Kernels of a captured step read and write where they did when it was captured, and there are as many of them, for as
-many rows. So there is one graph for each of some numbers of rows, and a step of fewer rows is padded: the rows
-behind the last sequence have the scratch block, and what is computed for them is thrown away.
+A captured step runs the same kernels with the same addresses and the same number of rows as at its capture. So there is
+a graph for each of several numbers of rows, and a step with fewer rows is padded: the rows after the last sequence have
+the scratch block, and their results are dropped.
 """
 
 import logging
@@ -125,9 +125,9 @@ class _CudaCapture:
 
 
 def _without_waiting(step: Callable[[], object]) -> None:
-    """Raises RuntimeError when the host looks at what the device computes: a captured step could not do that.
+    """Runs a step, and raises RuntimeError if the host reads results of the device, which a captured step cannot do.
 
-    Found out here, it leaves nothing behind; in the middle of a capture it is an error of the device's.
+    Here the error does no harm. In the middle of a capture, it would be an error of the device.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

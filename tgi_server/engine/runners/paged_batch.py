@@ -20,8 +20,8 @@ NO_TOKEN = -1
 class PagedBatch:
     """Preallocated tensors, updated in place; nothing is rebuilt per token.
 
-    tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
-    drafted: [rows, most] int64; the tokens drafted behind each row's next input, and then -1.
+    tokens: [rows] int64; the next input of each row. positions: [rows] int64; its position in its sequence.
+    drafted: [rows, most] int64; the tokens drafted after each row's next input, and then -1.
     adapters: [rows] int32; the number of each row's adapter, 0 for none.
     rope_deltas: [rows] int64; each row's rotary positions less its positions.
     state_slots: the slot of each row's states, on the host. row_slots: [rows] int64; the same on the device.
@@ -82,7 +82,7 @@ class PagedBatch:
         state_slot: int = SCRATCH_SLOT,
         rope_delta: int = 0,
     ) -> None:
-        """Gives the first free row to a sequence. position: of its next token."""
+        """Gives the first free row to a sequence. position: the position of its next token."""
         self._set_adapter(row, adapter)
         self._set_slot(row, state_slot)
         self.positions[row].fill_(position)  # an assignment would copy from the host, and wait
@@ -264,10 +264,10 @@ class PagedBatch:
 class _Prompts:
     """The prompt chunks of a pass.
 
-    tokens, positions, slots: [tokens] int64; of all chunks, one after the other.
-    kv_lengths, ends: [chunks] int32; tokens of each sequence once its chunk is written, and the index behind the
+    tokens, positions, slots: [tokens] int64; those of all chunks, one chunk after the other.
+    kv_lengths, ends: [chunks] int32; tokens of each sequence once its chunk is written, and the index after the
     chunk's last token in the pass. tables: [chunks, blocks] int32, no wider than they need to be. wanted: [rows]
-    int64; indices of the tokens of the whole pass whose logits are wanted. spans: the chunks' places, on the host.
+    int64; indices, in the whole pass, of the tokens whose logits are needed. spans: the chunks' spans, on the host.
     """
 
     tokens: Tensor

@@ -38,7 +38,7 @@ class PagedSteps(Runner):
     tower: VisionTower | None = None
 
     def __init__(self, model: PagedModel, backend: Backend) -> None:
-        """backend: what the model computes with."""
+        """backend: the backend that computes the model."""
         super().__init__(backend)
         self.model = model
         self.states = model.states
@@ -54,7 +54,7 @@ class PagedSteps(Runner):
         self._captured = CapturedSteps()
 
     def allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int, snapshots: int = 0) -> None:
-        """Allocates blocks 1 .. num_blocks for a new batch, and slots for states. max_total_tokens: of a sequence."""
+        """Allocates blocks 1 .. num_blocks and slots for a new batch. max_total_tokens: limit of a sequence."""
         self._highest_block = 0
         self.model.allocate(num_blocks + 1)
         if self.states is not None:
@@ -198,7 +198,7 @@ class PagedSteps(Runner):
         return logits.flatten(0, 1).index_select(0, rows)
 
     def place(self, sequence: RunningSequence, row: int, position: int) -> None:
-        """Gives the first free row to a sequence, without its adapter. position: of its next token."""
+        """Gives the first free row to a sequence, without its adapter. position: the position of its next token."""
         self._batch.place(row, position, sequence.blocks)
 
     def adapt(self, lora: MakeLora) -> list[AdaptedLinear]:

@@ -1,8 +1,7 @@
-"""Steps with prompts, captured as CUDA graphs for a ladder of token counts.
+"""Steps with prompts, captured as CUDA graphs for several numbers of tokens.
 
-A step is copied to where the next larger graph reads it, whatever it consists of: sequences that decode, chunks of
-prompts, drafts. The tokens behind its last one are a sequence of their own in the scratch block, and what is computed
-for them is thrown away.
+A step of any kind (decoding sequences, chunks of prompts, drafts) is copied to the inputs of the next larger graph. The
+padding after its last token is a sequence of its own in the scratch block, and its results are dropped.
 """
 
 from collections.abc import Callable, Sequence

@@ -92,11 +92,11 @@ class StepCosts:
 
 
 class Line:
-    """A function that never falls, through some points. tokens: of the points, in order."""
+    """A non-decreasing, piecewise linear function through some points. tokens: the points' tokens, in order."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
         self.tokens = sorted(points)
-        # What was held up while it was measured cannot take longer than what is larger and was not.
+        # A smaller step whose measurement was delayed must not count as slower than a larger one.
         falling = accumulate((points[tokens] for tokens in reversed(self.tokens)), min)
         self._seconds = list(falling)[::-1]
 
@@ -113,11 +113,11 @@ class Line:
 
 
 def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | None) -> StepCosts | None:
-    """Measures steps at the warm-up, in a cache that nobody uses yet. All shards go by what the first one measured.
+    """Measures steps at the warm-up, in a cache without sequences. All shards use the first shard's measurements.
 
-    Returns None where a sequence has no room for the tokens of the smallest step with drafts.
+    Returns None if a sequence has no room for the tokens of the smallest step with drafts.
     """
-    start = 1 + 2 * len(_MEASURED_TOKENS)  # the passes of a round move rows ahead; drafts begin behind that
+    start = 1 + 2 * len(_MEASURED_TOKENS)  # the passes of a round move rows ahead; drafts begin after that
     most = min(start + _MEASURED_TOKENS[-1], capacity.max_total_tokens)
     blocks = list(range(1, capacity.num_blocks + 1))[: -(-most // capacity.block_size)]
     room = min(len(blocks) * capacity.block_size, most) - start

@@ -22,9 +22,10 @@ _PRIOR_CHANCE = 0.5
 
 @dataclass(slots=True)
 class Acceptance:
-    """The share of a sequence's drafted tokens that were accepted lately. Those behind a wrong one do not count.
+    """The share of a sequence's drafted tokens that were accepted lately. Tokens after a wrong one do not count.
 
-    expected: the share before any has been checked. of_all: that of all sequences, which learns from this one.
+    expected: the share that is assumed before any token has been checked. of_all: the share of all sequences, which is
+    updated with this one.
     """
 
     accepted: float = 0.0
@@ -59,9 +60,9 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Draft:
-    """Tokens that may follow all that a sequence has, computed in the step that chooses its next token.
+    """Drafted tokens of a sequence, which are computed in the step that chooses its next token.
 
-    accepted: how many of them are known to be right. refused: the one behind those is known to be wrong.
+    accepted: the number of tokens known to be right. refused: True if the token after them is known to be wrong.
     """
 
     sequence: RunningSequence
@@ -72,7 +73,7 @@ class Draft:
 
     @property
     def chunk(self) -> PromptChunk:
-        """The drafted tokens as the forward pass takes them: behind the sequence's last token, each with its logits."""
+        """The drafted tokens as a chunk of the forward pass: after the sequence's last token, with logits for each."""
         return PromptChunk(self.sequence, torch.tensor(self.tokens), self.sequence.length, all_logits=True)
 
     @property
@@ -115,11 +116,11 @@ Choose = Callable[[Tensor, Sequence[RunningSequence]], Tokens]
 
 
 class DraftCheck:
-    """Goes through the drafts of a step, one token at a time.
+    """Checks the drafts of a step, one token at a time.
 
-    A drafted token is right when it is the one that was chosen. Then the logits behind it are those that the next step
-    would have had, and the next token is chosen from them in the same way as any other. So the text is the same with
-    drafts and without, whatever the rules are by which its tokens are chosen.
+    A drafted token is right when it is the token that was chosen. Then the logits after it are those of the next step,
+    and the next token is chosen from them in the usual way. So the text is the same with drafts and without, whatever
+    the sampling options are.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from tgi_server.engine.sequence import RunningSequence
 class _Progress:
     """The progress of a sequence.
 
-    tokens: the number of computed ones, from its beginning. before: stands for all tokens before the block in which the
-    next one lies. drafted: tokens that were computed behind those, as a draft.
+    tokens: the number of computed tokens, from the beginning. before: identifies all tokens before the block of the
+    next token. drafted: tokens that were computed after these, as a draft.
     """
 
     tokens: int
@@ -30,7 +30,7 @@ class DraftCache:
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
-        self._blocks: dict[int, tuple[int, list[int]]] = {}  # by block: what stands for the tokens before, its tokens
+        self._blocks: dict[int, tuple[int, list[int]]] = {}  # by block: an id of the tokens before it, its tokens
         self._progress: WeakKeyDictionary[RunningSequence, _Progress] = WeakKeyDictionary()
 
     def computed(self, sequence: RunningSequence) -> int:
@@ -62,7 +62,7 @@ class DraftCache:
             self._blocks.pop(block, None)  # what it held of another sequence is overwritten
 
     def _found(self, sequence: RunningSequence) -> _Progress:
-        """Returns the progress of a new sequence: that of others with the same beginning."""
+        """Returns the progress of a new sequence, which earlier sequences with the same beginning have made."""
         progress = _Progress(0, 0, [])
         for block in sequence.blocks:
             before, held = self._blocks.get(block, (0, []))

@@ -40,8 +40,8 @@ class _Features:
 class Eagle(PagedDrafter, StateDrafter):
     """Proposes what EAGLE-3's layer, or one for multi-token prediction, makes of the features of a sequence's tokens.
 
-    Of each token but the last, the layer computes the features and the token behind it. So that it need not be done at
-    every step of a large batch, where no draft is worth it, features are stored for some steps.
+    For each token but the last, the layer computes the token's features together with the token after it. Features are
+    stored for some steps, so that a large batch, for which no draft pays off, does not compute this at every step.
     """
 
     def __init__(self, runner: PagedRunner, model: LayerModel, states: HiddenStates, token_ids: Tensor | None) -> None:
@@ -100,7 +100,7 @@ class Eagle(PagedDrafter, StateDrafter):
         return stored is not None and bool(stored.parts) and stored.end == sequence.length - 1
 
     def _missing(self, sequence: RunningSequence, *, last: bool) -> MissingTokens:
-        """Returns the tokens behind those with stored features, which the next pass gets."""
+        """Returns the tokens after those with stored features, which are the input of the next pass."""
         stored = self._features[sequence]
         tokens = torch.tensor(sequence.tokens(stored.start + 1, stored.end + 1))
         before = [] if self._model.features is None else [self._model.features]

@@ -37,8 +37,8 @@ def read_eagle(
 ) -> tuple[LayerModel, Tensor | None]:
     """Returns the network in a folder of the format that vLLM and SGLang load, and the ids of its tokens.
 
-    settings: of the folder's config.json. backend: of the model. The ids are [drafter's vocabulary] int64, or None
-    where it has the model's own. Raises InvalidWeights or UnsupportedModel.
+    settings: the folder's config.json. backend: the model's backend. The ids are [drafter's vocabulary] int64, or None
+    if it has the model's vocabulary. Raises InvalidWeights or UnsupportedModel.
     """
     kind, layers = settings.get("model_type"), settings.get("num_hidden_layers")
     if (kind, layers) != (LlamaConfig.model_type, 1):

@@ -57,7 +57,7 @@ class LastPass:
             logits += len(draft.tokens)
 
     def row_of(self, sequence: RunningSequence) -> int | None:
-        """Returns a row of the pass's logits; None if the sequence got no token, or got others behind it."""
+        """Returns a row of the pass's logits; None if the sequence got no token, or got more tokens after it."""
         place = self._places.get(sequence)
         if place is None:
             return None

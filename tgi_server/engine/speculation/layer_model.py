@@ -29,9 +29,9 @@ class LayerModel(PagedModel):
         *,
         normed: bool,
     ) -> None:
-        """layer: a model of one layer, by its spec. size: of a token's features. project: makes hidden states of them.
-        join: makes the layer's input of tokens, [tokens] int64, and hidden states, [tokens, hidden_size]. normed: what
-        is carried is the output of the last norm, not its input.
+        """layer: a model with one layer. size: number of a token's features. project: maps features to hidden states.
+        join: makes the layer's input from tokens, [tokens] int64, and hidden states, [tokens, hidden_size]. normed:
+        True if the output of the last norm is carried to the next token, not its input.
         """
         super().__init__(layer.source, layer.attention)
         self.features: Tensor | None = None

@@ -91,9 +91,9 @@ def _over_hidden_states(
 
 
 def _hidden_layers(folder: Path, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """Returns the indices of the decoder layers whose inputs EAGLE-3 reads. settings: of its config.json.
+    """Returns the indices of the decoder layers whose inputs EAGLE-3 reads. settings: its config.json.
 
-    Raises UnsupportedModel for others than three of so many layers.
+    Raises UnsupportedModel unless these are three indices of the model's `layers` layers.
     """
     after = (settings.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
     before = settings.get("eagle_aux_hidden_state_layer_ids") or [layer + 1 for layer in after]

@@ -85,7 +85,7 @@ class Medusa(StateDrafter):
 def read_heads(folder: Path, settings: Mapping[str, Any], model: PreTrainedModel) -> nn.ModuleList:
     """Returns the heads in a folder of TGI's format, on the model's device. Heads without an output have the model's.
 
-    settings: of the folder's config.json. Raises InvalidWeights or UnsupportedModel.
+    settings: the folder's config.json. Raises InvalidWeights or UnsupportedModel.
     """
     count, depth = int(settings["medusa_num_heads"]), int(settings.get("medusa_num_layers", 1))
     try:

@@ -25,8 +25,8 @@ from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.speculation.layer_model import LayerModel
 
 # The modules around the layer, in the model that is made of it: the norms of the embedding and of the hidden state,
-# what joins these, and the last norm; and their names in checkpoints. In those like DeepSeek's, the layer has the
-# number behind that of the last one.
+# the projection of both, and the last norm; and their names in checkpoints. In checkpoints like DeepSeek's, the layer's
+# number follows that of the last decoder layer.
 _AROUND = ("token_norm.", "hidden_norm.", "joined.", "model.norm.")
 _DEEPSEEK = ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
 _QWEN = ("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.")
@@ -40,10 +40,10 @@ def read_mtp(
     quantization: Quantization | None,
     group: ShardGroup | None,
 ) -> LayerModel | None:
-    """Returns the network in a model's own checkpoint; None if it has none that is known.
+    """Returns the network for multi-token prediction in a model's own checkpoint; None if it has no known one.
 
-    backend, variants, quantization: of the model, the second as its layers attend. group: the shards of the model, when
-    this is one of them; then the layer is split as the model is. Raises InvalidWeights, or Unfit.
+    backend, variants, quantization: the model's backend, attention variants and quantization. group: the shards of the
+    model, among which the layer is split like the model; None for a single shard. Raises InvalidWeights or Unfit.
     """
     text = model.config.get_text_config(decoder=True)
     if not family_of(text).mtp:
@@ -72,9 +72,9 @@ def read_mtp(
 
 
 def _names(tensors: Checkpoint, layers: int) -> dict[str, str] | None:
-    """Returns beginnings of names, in the checkpoint and in the network; None if there is none.
+    """Returns the prefixes of tensor names in the checkpoint and those in the network; None if there is no network.
 
-    layers: of the model; the one behind the last of them is that of DeepSeek.
+    layers: the number of decoder layers. In DeepSeek's checkpoints it is also the number of the network's layer.
     """
     for around, layer, pattern in (
         (_DEEPSEEK, "", rf"(.*\blayers\.{layers}\.)eh_proj\.weight"),

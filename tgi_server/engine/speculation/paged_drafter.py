@@ -24,7 +24,7 @@ CATCH_UP_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class MissingTokens(PromptChunk):
-    """Tokens of a sequence that the drafter has not computed. last: the sequence gets a draft behind them."""
+    """Tokens of a sequence that the drafter has not computed. last: the sequence gets a draft after them."""
 
     last: bool
 
@@ -37,7 +37,7 @@ class PagedDrafter(ModelDrafter):
     """A drafter with its own runner, which uses the same block ids as the model."""
 
     def __init__(self, runner: PagedRunner, behind: int) -> None:
-        """behind: by how many positions a sequence's last token stands before its length once it is computed."""
+        """behind: number of positions from a sequence's last computed token to the sequence's length."""
         self._runner = runner
         self._behind = behind
         self._costs: StepCosts | None = None
@@ -69,7 +69,7 @@ class PagedDrafter(ModelDrafter):
             self._runner.place(sequence, row, sequence.length - self._behind)
         for place in range(1, lengths[0]):
             going = sum(length > place for length in lengths)
-            self._runner.truncate(going)  # the rows whose drafts are whole: a captured pass would go on with them
+            self._runner.truncate(going)  # drops rows whose drafts are complete; a captured pass would continue them
             self._runner.accept(0, drafted[-1][:going])
             drafted.append(self._argmax(self._runner.forward(going, [], TopOnly(1, None))))
         tokens = [ids.tolist() for ids in drafted]

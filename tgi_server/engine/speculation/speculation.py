@@ -22,10 +22,10 @@ _NO_TOKEN = -1
 
 
 class Speculation:
-    """Plans the drafts of each step, and learns from what becomes of them.
+    """Plans the drafts of each step, and learns from how many tokens are accepted.
 
-    most: drafted tokens of a sequence in one step. drafters: the first that has a draft for a sequence is taken.
-    costs: of steps, measured at the warm-up; without them nothing is drafted.
+    most: maximum number of drafted tokens of a sequence in one step. drafters: the first one with a draft for a
+    sequence is used. costs: costs of steps, measured at the warm-up; without them nothing is drafted.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Speculation:
         group: ShardGroup | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        """group: the shards of the model, when this is one of them. device: of this shard."""
+        """group: the shards of the model; None for a single shard. device: this shard's device."""
         self.drafters = drafters
         self.costs: StepCosts | None = None
         self.most = most
@@ -45,7 +45,7 @@ class Speculation:
         self._of_all = Acceptance()
 
     def warm_up(self, runner: Runner, capacity: CacheCapacity) -> None:
-        """Makes the drafters ready, and measures steps of the runner, whose cache nobody uses yet."""
+        """Warms up the drafters, and measures steps of the runner, whose cache has no sequences yet."""
         for drafter in self.drafters:
             if isinstance(drafter, ModelDrafter):
                 drafter.warm_up(capacity, self._group)

@@ -43,7 +43,7 @@ class PlacedImage:
 class PromptImages:
     """The images of one prompt.
 
-    rope_delta: the rotary positions of tokens behind the prompt less their positions.
+    rope_delta: the rotary positions of tokens after the prompt less their positions.
     """
 
     def __init__(self, tower: VisionTower, ids: Sequence[int], images: Sequence[Image]) -> None:

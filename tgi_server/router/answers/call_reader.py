@@ -30,10 +30,10 @@ _TEXT_ARGUMENTS = regex.compile(TEXT_ARGUMENTS)
 
 
 class CallHeads:
-    """The heads of calls in one form: made once for all answers to a request, which may have thousands of tools."""
+    """Patterns of the heads of calls in one form. Made once per request, because it may have thousands of tools."""
 
     def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments], *, as_text: bool = False) -> None:
-        """arguments: of the tools, by name. as_text: an answer that is nothing but the JSON of calls has them, too."""
+        """arguments: the tools' arguments by tool name. as_text: see `frame.Calls`."""
         self.form = form
         name = json_name(arguments)
         self.as_text = regex.compile(form.text_layouts + name) if as_text else None

@@ -156,9 +156,9 @@ TGI_FORMAT = ToolFormat(
     alone=True,
 )
 JSON_FORMAT = ToolFormat("json", '{"name": ', _JSON_HEAD, "}", anywhere=False, triggers=_TYPED)
-# The calls that a model writes as a text, for grammars and readers: what stands between the name of one and its
-# arguments, after it and before the name of the next, and after the last. Models write one JSON after the other, each
-# in a fence of its own or not, or a list.
+# Calls that a model writes as a text, for grammars and readers: the patterns between a call's name and its arguments,
+# between a call and the next name, and after the last call. Models write a list, or one JSON object after the other,
+# with or without a code fence around each.
 TEXT_ARGUMENTS = rf'{_LAYOUT},{_LAYOUT}"(arguments|parameters)"{_LAYOUT}:{_LAYOUT}'
 _BLANK = r" ?(\n {0,8}){0,2}"
 _CLOSED = rf"{_BLANK}(\]{_BLANK})?(```{_BLANK})?"

@@ -35,8 +35,8 @@ _MOST_CALLS = 32
 class Calls:
     """The calls that an answer may have.
 
-    arguments: of the tools, by name. required: there is one at least. parallel: there may be several. as_text: an
-    answer that is nothing but the JSON of calls has them, too; only where a text may be the answer.
+    arguments: the tools' arguments by tool name. required: there is at least one call. parallel: there may be several.
+    as_text: an answer that is only the JSON of calls counts as calls; only if the answer may be a text.
     """
 
     form: ToolFormat
@@ -62,15 +62,15 @@ class FrameWriter:
     def frame(self, calls: Calls | None, schema: str | None, thoughts: ReasoningTags | None, *, open_: bool) -> str:
         """Returns the grammar of an answer.
 
-        calls: that it may have. schema: the place of the schema of an answer without calls; None: any text.
-        thoughts: what stands around the model's thoughts, which come first. open_: they have begun in the prompt.
+        calls: the calls that it may have. schema: the place of the schema of an answer without calls; None: any text.
+        thoughts: the tags of the model's reasoning, which comes first. open_: the reasoning has begun in the prompt.
         """
         return self._after_thoughts(partial(self._answers, calls, schema), thoughts, open_=open_)
 
     def without_calls(
         self, form: ToolFormat, arguments: Mapping[str, Arguments], thoughts: ReasoningTags | None, *, open_: bool
     ) -> str:
-        """Returns the grammar of a text that calls no tool. arguments: of the tools that it might call, by name."""
+        """Returns the grammar of a text without calls. arguments: those of the tools that it must not call, by name."""
 
         def answers(opening: str, others: Sequence[str], lines: list[str]) -> Iterator[str]:
             if not form.anywhere:
@@ -137,10 +137,10 @@ class FrameWriter:
     def _answers(
         self, calls: Calls | None, schema: str | None, opening: str, others: Sequence[str], lines: list[str]
     ) -> Iterator[str]:
-        """Yields each kind of answer that there may be.
+        """Yields the alternatives of an answer.
 
-        opening: what comes before an answer without calls. others: patterns that no text begins with. lines: takes the
-        rules that the answers are made of.
+        opening: the text before an answer without calls. others: patterns with which no text may begin. lines: the list
+        to which the rules of the alternatives are appended.
         """
         if calls is not None:
             form = calls.form
@@ -258,7 +258,7 @@ class FrameWriter:
 
     def _list(self, rule: str, separator: str, parameters: Sequence[TaggedParameter]) -> Iterator[str]:
         """Yields the rules of arguments with a separator between them; some arguments may be left out."""
-        # From the last to the first: what may follow when something has been written, and when nothing has.
+        # From the last to the first: what may follow if an argument has been written (after), and if none has (first).
         after = first = _quoted("")
         for i, each in reversed(list(enumerate(parameters))):
             own = f"{rule}_{i}"

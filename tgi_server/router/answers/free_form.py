@@ -29,9 +29,10 @@ def name_for_model(name: str, namespace: str | None) -> str:
 
 
 def free_form_tool(name: str, description: str | None, syntax: str | None = None, definition: str = "") -> ToolSpec:
-    """Returns a tool whose input is text as a function with one argument.
+    """Returns a tool with text input as a function with one argument.
 
-    syntax: of the grammar of that text: `regex`, or `lark`, which the description says as well.
+    syntax: the syntax of the text's grammar `definition`, "regex" or "lark"; None: any text. The description has a Lark
+    grammar, too.
     """
     text: dict[str, Any] = {"type": "string"}
     lines = [description] if description else []
@@ -50,12 +51,12 @@ def _with_input(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_form_arguments(text: str) -> str:
-    """Returns the input of such a tool as the arguments of the function."""
+    """Returns the arguments of the function for the input `text` of the tool."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
 def free_form_input(arguments: str) -> str:
-    """Returns the input of such a tool. arguments: of the function, as JSON; cut off or not."""
+    """Returns the input of the tool. arguments: the function's arguments as JSON, which may be cut off."""
     found = read_arguments(arguments).get(_INPUT, "")
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 

@@ -19,9 +19,9 @@ class AnswerPart(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer. text: of a CALL, the name of the tool. call: which of the calls it belongs to.
+    """A piece of an answer. text: its text; for a CALL, the tool's name. call: the index of its call.
 
-    id: of a CALL, the one that the model gave it; empty: none.
+    id: the id that the model gave a CALL; empty: none.
     """
 
     part: AnswerPart
@@ -82,9 +82,9 @@ class AnswerReader:
     """Reads one answer. What may be the beginning of something else is held back until it is certain."""
 
     def __init__(self, body: BodyReader, thoughts: ReasoningTags | None = None, *, thinking: bool = False) -> None:
-        """body: reads what comes after the thoughts. thoughts: what stands around them; None: the body has all.
+        """body: reads the answer after the reasoning. thoughts: the tags of the reasoning; None: there is no reasoning.
 
-        thinking: the answer begins within thoughts.
+        thinking: the answer begins within the reasoning.
         """
         self._body = body
         self._thoughts = thoughts

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The texts around a model's thoughts.
+    """The texts around a model's reasoning.
 
-    opening: what comes before a text that is the answer. asides: what may come before other texts, which end as
-    thoughts do. repeats: other thoughts and texts may follow at once. around: the marks that may stand around the
-    answer after thoughts.
+    opening: the text before the answer. asides: texts that may begin other parts, which end like reasoning. repeats:
+    further reasoning and parts may follow at once. around: the marks that may enclose the answer after the reasoning.
     """
 
     begin: str

@@ -67,7 +67,9 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A kind of regions. part: None: it is dropped. parser, settings: of its body. transform: what is made of that."""
+    """A kind of regions. part: the part of the answer; None: the region is dropped. parser, settings: how its body is
+    parsed. transform: applied to the result.
+    """
 
     name: str
     part: AnswerPart | None

@@ -47,10 +47,10 @@ _IN_TAGS = re.compile(r"[\n<]")
 class ArgumentTags:
     """The tags around an argument.
 
-    begin: the texts before and after its name, in front of the value. begin_text: in front of a text, where they
-    are others; null has the usual ones. end: the text after the value. separator: what stands between arguments that
-    are listed; only texts have an end; if that is empty, texts are JSON, too. quote: what stands in front of a
-    text. words: of JSON that the model writes otherwise.
+    begin: the texts before and after its name, in front of the value. begin_text: the same for strings, if they differ;
+    null has the usual ones. end: the text after the value. separator: the text between arguments of a list; then only
+    strings have an `end`, and if `end` is empty, strings are JSON, too. quote: the text in front of a string. words:
+    JSON words that the model writes in another way.
     """
 
     begin: tuple[str, str]
@@ -105,7 +105,7 @@ class TaggedParameter:
 class Arguments:
     """The arguments of one tool.
 
-    place: of their schema, as a JSON pointer. tagged: they are written one by one; None: as one JSON object.
+    place: JSON pointer to their schema. tagged: the arguments, if they are written one by one; None: one JSON object.
     """
 
     place: str
@@ -247,9 +247,9 @@ class TaggedArgumentsReader:
         self._before = "{"
 
     def read(self, text: str) -> tuple[str, str, bool]:
-        """Returns JSON that is certain, what is left to be read once more has come, and True at the arguments' end.
+        """Returns the JSON that is certain, the text that cannot be read yet, and True at the end of the arguments.
 
-        text: what was left, and what has come since.
+        text: the text that could not be read at the last call, and the text that has come since.
         """
         pieces: list[str] = []
         while True:

@@ -151,10 +151,10 @@ class AnswerForm:
         *,
         calls_as_text: bool = True,
     ) -> None:
-        """added_tokens: of the tokenizer, special or not. calls_as_text: an answer that is
-        nothing but the JSON of a call is one, whatever the form of calls.
+        """added_tokens: the tokenizer's added tokens, special or not. calls_as_text: an answer that is only the JSON of
+        a call counts as a call, in any form of calls.
 
-        template: parses answers that have no grammar; None: all have one if there are tools.
+        template: parses answers without a grammar; None: all answers have a grammar if there are tools.
         """
         self._template = template
         self._calls = calls
@@ -266,7 +266,8 @@ def _document(
     """Returns the schema that has those of all JSON in an answer, and the places in it below which constraints that
     cannot be enforced are left to the model.
 
-    arguments: of the tools, by name. as_text: calls may also be written as the JSON of an answer. Raises InvalidTool.
+    arguments: the tools' arguments by tool name. as_text: the JSON of calls may be the whole answer. Raises
+    InvalidTool.
     """
     homes = _homes(use.names)
     schemas = [_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True)]

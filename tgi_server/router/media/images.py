@@ -87,7 +87,7 @@ class ImageAccount(Protocol):
 class ImageClient:
     """The sender of a request with images.
 
-    name: by which it takes turns with others. namespace: of the clients that may share what has been computed.
+    name: the client's name; clients take turns. namespace: names the clients that may share computed images.
     """
 
     name: str
@@ -117,7 +117,7 @@ class _Decoding:
 class ImageReader:
     """Processes images for a model.
 
-    token_id: the token in whose places the model sees an image, and its text. most_tokens: of a prompt.
+    token_id: the token that stands for an image in prompts, and its text. most_tokens: maximum tokens of a prompt.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ class ImageArray(msgspec.Struct):
 class ImageResult(msgspec.Struct):
     """The answer of a process: an image for the model, or why there is none.
 
-    error: why it cannot be used. placeholder: the text that stands for an image in a prompt. text: what takes its
-    place. arrays: the tensors of the image, which follow in this order. descriptor, inode: of the shared memory that
-    has some of them; the process keeps it open until it receives a byte.
+    error: why it cannot be used. placeholder: the text that stands for an image in a prompt. text: the text that
+    replaces it. arrays: the image's tensors, which follow in this order. descriptor, inode: those of the shared memory
+    that holds some of the tensors; the process keeps it open until it receives a byte.
     """
 
     error: str = ""

@@ -50,9 +50,9 @@ class Workers:
         self._threads = ThreadPoolExecutor(most, "images")
 
     async def process(self, data: bytes, detail: str, client: str, work: int) -> tuple[ImageResult, tuple[Tensor, ...]]:
-        """Returns what the model's image processor makes of an image, and its tensors.
+        """Runs the model's image processor on an image. Returns its result and its tensors.
 
-        client: whose turn it is. work: of a client's waiting images, the one with the least goes first.
+        client: clients take turns. work: a client's waiting images are processed in ascending order of this number.
 
         Raises UnusableImage or DecodingFailed. When it is cancelled, it ends within about a second.
         """

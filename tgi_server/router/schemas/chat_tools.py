@@ -48,7 +48,7 @@ class FreeFormat(RequestModel):
 
 
 class FreeFormTool(RequestModel):
-    """A tool whose input is text. format: that the text must have."""
+    """A tool whose input is text. format: the form of the text; by default any text."""
 
     name: Name
     description: str | None = None

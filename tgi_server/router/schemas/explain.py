@@ -12,7 +12,7 @@ class ExplainRequest(RequestModel):
 
 
 class ExplainResponse(ResponseModel, kw_only=True):
-    """Numbers are in steps of 128, and there is no `difference`, where everybody shares the cache."""
+    """If all users share the cache, numbers are rounded down to multiples of 128, and `difference` is null."""
 
     object: str = "explanation"
     request_id: str

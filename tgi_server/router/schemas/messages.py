@@ -216,7 +216,7 @@ class SentMessage(ResponseModel, kw_only=True):
 
 
 class BlockDelta(ResponseModel, kw_only=True):
-    """A piece of a block: of its text, its thoughts, their signature, or the arguments of a call."""
+    """A piece of a block's text, of its reasoning or the reasoning's signature, or of the arguments of a call."""
 
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
     text: str | UnsetType = UNSET

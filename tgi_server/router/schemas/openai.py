@@ -50,8 +50,9 @@ class PrefixExplanation(ResponseModel, kw_only=True):
 
 
 class PromptTokensDetails(ResponseModel, kw_only=True):
-    """`cached_tokens` had been computed for another prompt; in steps of 128 where everybody shares the cache. `prefix`:
-    with `explain_prefix`.
+    """`cached_tokens`: tokens found in the prefix cache, in multiples of 128 if all users share the cache.
+
+    `prefix` is set if the request sets `explain_prefix`.
     """
 
     cached_tokens: int

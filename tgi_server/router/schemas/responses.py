@@ -89,7 +89,7 @@ class ResponsesRequest(TextParameters):
 
 
 class InputTokensRequest(ResponsesRequest):
-    """The body of /v1/responses/input_tokens: what decides about the answer alone is ignored."""
+    """The body of /v1/responses/input_tokens. Fields that only affect the answer are ignored."""
 
     input: Annotated[str | Items[InputItem], BY_TYPE] = Field(default=[])
 

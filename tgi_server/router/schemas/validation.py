@@ -169,7 +169,7 @@ class Ignored:
 def ignored(value: Any, content: Any, path: str = "") -> Iterator[Ignored]:
     """Yields the members of a request that have no effect: unknown fields, and objects of types that are left out.
 
-    value: what became of `content`, the JSON at `path`. JSON that is free, such as `metadata`, is not looked into.
+    value: the parsed value of `content`, the JSON at `path`. Free JSON, such as `metadata`, is not searched.
     """
     if isinstance(value, RootModel):
         yield from ignored(value.root, content, path)

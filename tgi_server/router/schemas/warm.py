@@ -32,13 +32,14 @@ class WarmGenerateRequest(GenerateRequest):
 
 
 class WarmRequest(RootModel[Annotated[WarmChatRequest | WarmCompletionRequest | WarmGenerateRequest, BY_TYPE]]):
-    """Told apart by `messages`, `prompt` or `inputs`."""
+    """A chat, a completion or a prompt of TGI's API: the body has `messages`, `prompt` or `inputs`."""
 
 
 class WarmResponse(ResponseModel, kw_only=True):
-    """`cached_tokens` of the prompt had been computed before; in steps of 128 where everybody shares the cache.
+    """`cached_tokens`: prompt tokens that had been computed before, in multiples of 128 if all users share the cache.
 
-    `answer_tokens`: of the answer that are known; fewer than requested if it ended, or if its request came meanwhile.
+    `answer_tokens`: tokens of the answer that have been computed; fewer than requested if the answer ended, or if its
+    request came meanwhile.
     """
 
     object: str = "warm"

@@ -18,7 +18,7 @@ from tgi_server.engine.backends.attention.gather import GatherAttention
 
 # The first number of the compute capabilities on which the library reads page tables.
 _MAJORS = (9, 10, 11)
-# Tokens of the texts of the proof behind a window, or where there is none.
+# Tokens of the test texts after the end of a window, and of those for layers without a window.
 _BEHIND, _WITHOUT_WINDOW = 200, 4000
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -80,10 +80,10 @@ def _tokens_of_prompts(metadata: ForwardMetadata) -> Tensor:
 
 
 def fault_of(attention: FlashAttention, windows: Iterable[int]) -> str | None:
-    """Attends behind the end of each window, and of a long text without one, and again in plain torch.
+    """Compares the library with plain torch on texts longer than each window, and on a long text without a window.
 
-    The texts on which a model is proved are too short for that. Returns why the library must not be used, in words;
-    None if it is right.
+    The texts with which models are checked are too short for this. Returns why the library must not be used; None if
+    its results are right.
     """
     shape, device, dtype = attention.shape, attention.device, attention.dtype
     generator = torch.Generator(device).manual_seed(0)

@@ -16,8 +16,8 @@ class KVFormat:
     """The format in which keys and values are stored.
 
     dtype: the model's, or an FP8 dtype; then cached numbers times their layer's scale are the keys or values.
-    scales: by layer; a missing layer has scales of 1. key_dtype: of keys, the model's, where values are in FP8 and keys
-    are not; None: as values.
+    scales: the scales of each layer; a missing layer has scales of 1. key_dtype: the model's dtype if only values are
+    in FP8; None: keys have the dtype of values.
     """
 
     dtype: torch.dtype

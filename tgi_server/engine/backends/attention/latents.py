@@ -139,7 +139,7 @@ def _absorbed(
 def _chosen(mask: Tensor, selection: Selection, tokens: int, span: slice, keys: Tensor) -> Tensor:
     """Returns the tokens with the highest scores of the index, in ascending order: [sequences, queries, tokens].
 
-    mask: [sequences, queries, keys]. keys: of the index, [sequences, keys, size].
+    mask: [sequences, queries, keys]. keys: the index's keys, [sequences, keys, size].
     """
     query, weights = (rows[span].unflatten(0, mask.shape[:2]) for rows in (selection.query, selection.weights))
     scores = torch.einsum("sqhd,skd->sqhk", query.float(), keys.float()).relu_()
@@ -150,7 +150,10 @@ def _chosen(mask: Tensor, selection: Selection, tokens: int, span: slice, keys: 
 def _expanded_chunk(
     query: Tensor, cached: Tensor, rotated: Tensor, chunk: ChunkSpan, variant: AttentionVariant, latents: Latents
 ) -> Tensor:
-    """query: [tokens, heads, size]; cached, rotated: of the sequence, [keys, size]. Some heads at a time."""
+    """Attends for one chunk, some heads at a time.
+
+    query: [tokens, heads, size]. cached, rotated: the sequence's latents and rotated key parts, [keys, size].
+    """
     heads, keys = query.shape[1], torch.arange(chunk.kv_length, device=query.device)
     output = query.new_empty(chunk.length, heads, latents.values.shape[2])
     places = torch.arange(chunk.kv_length - chunk.length, chunk.kv_length, device=query.device)

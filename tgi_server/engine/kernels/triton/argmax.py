@@ -57,5 +57,5 @@ def _highest_of_row(
 
 @triton.jit
 def _first(there, place, tokens):
-    """Returns the first of the places that are there; of a row of what is no number, one that it has."""
+    """Returns the first place for which `there` is true. If it is true for none (all NaN), returns a valid place."""
     return tl.min(tl.where(there, place, tokens - 1), 0)

@@ -4,7 +4,7 @@ It normalises its inputs, and applies the activation, a gate and the residual to
 has no other kernels around its products. A program takes some outputs of all rows, and a part of the inputs (split-K).
 The part that is done last adds up all of them, in their order.
 
-Inputs are divided by the root r of their mean square behind the product: (x / r * w) W^T = (x * w) W^T / r. So no
+Inputs are divided by the root r of their mean square after the product: (x / r * w) W^T = (x * w) W^T / r. So no
 program waits for a row's statistics, which are sums over parts like the others.
 """
 
@@ -131,7 +131,7 @@ def _multiply_few(
 ):  # fmt: skip
     """outputs: of y; a gated product has a tile of both halves. whole: inputs are whole tiles. split: parts > 1.
 
-    sums: [tiles, parts, rows, outputs + 2]; behind a row's outputs are the sums of its squares and of its numbers.
+    sums: [tiles, parts, rows, outputs + 2]; after a row's outputs are the sums of its squares and of its numbers.
     """
     if pdl:
         wait_for_earlier()

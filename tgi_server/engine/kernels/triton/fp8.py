@@ -35,7 +35,7 @@ def encoded(x, scale, mantissa: tl.constexpr):
     bias: tl.constexpr = 7 if mantissa == 3 else 15
     largest: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
     smallest: tl.constexpr = 0.015625 if mantissa == 3 else 0.00006103515625  # of those with an exponent
-    # Behind this number floats are as far apart as the codes of smaller numbers.
+    # Beyond this number floats are as far apart as the codes of smaller numbers.
     base: tl.constexpr = 16384.0 if mantissa == 3 else 128.0
     shift: tl.constexpr = 23 - mantissa
     bits = x.to(tl.int32, bitcast=True)

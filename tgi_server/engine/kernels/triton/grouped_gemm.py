@@ -52,7 +52,7 @@ class RowGroups:
     """The rows of a mixture's products, sorted by their experts. A token has a row for each of its experts.
 
     order: [rows] int64, the row at each place. starts: [experts + 1] int32, the first place of each expert's rows, and
-    behind them their number. tile_ends: [experts] int32; an expert's rows are cut into tiles of `tile`, and these are
+    after them their number. tile_ends: [experts] int32; an expert's rows are cut into tiles of `tile`, and these are
     the tiles of the experts up to it. most_tiles: an upper bound of them all, known without asking the device.
     """
 

@@ -154,7 +154,7 @@ def _group_rows(
     chosen, order, starts, tile_ends, rows,
     tile: tl.constexpr, at_once: tl.constexpr, bins: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
-    """A program has one expert. Rows that are not there are in the bin behind those of the experts."""
+    """A program has one expert. Padding rows are in the bin after those of the experts."""
     if pdl:
         wait_for_earlier()
     expert, experts = tl.program_id(0), tl.num_programs(0)

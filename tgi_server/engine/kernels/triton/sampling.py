@@ -141,7 +141,7 @@ def _choose_candidate(
 ):  # fmt: skip
     """Returns the token, the lowest key of one that is not excluded, and the first token whose tie with it is not.
 
-    The token is -1 if a token that is no candidate may have the lowest key, or a higher one.
+    The token is -1 if a token that is not a candidate may have the lowest key, or a higher one.
     """
     # The program's second number is 0, which the compiler does not know. So it gives no thread neighbouring numbers,
     # here or elsewhere, and those that are scattered to the candidates need not change hands before.
@@ -344,7 +344,7 @@ def _weight(scores, tokens, temperature, peak, lowest, tied, at_once: tl.constex
 def _kept(
     scores, first, tokens, temperature, peak, worst, seen, ties_excluded, min_p, at_once: tl.constexpr
 ):  # fmt: skip
-    """Returns some scores with excluded tokens at minus infinity, their weights, and `seen` behind them.
+    """Returns some scores with excluded tokens at minus infinity, their weights, and `seen` after them.
 
     seen: how many came before with the worst key; of these the first `ties_excluded` are excluded.
     """

@@ -12,7 +12,7 @@ from tgi_server.engine.parallel.plan import ShardingPlan
 
 
 def family_of(config: Any) -> Family:
-    """Returns the family of a model's configuration; for one that nobody has described, one that says nothing."""
+    """Returns the family of a model's configuration; an empty one if no family is known."""
     return _families().get(config.model_type, Family())
 
 

@@ -111,7 +111,7 @@ def _with_experts(config: Any, mixed: Callable[[LayerSpec], LayerSpec]) -> Decod
 
 
 def _with_index(config: Any, types: Sequence[str], *, interleaved: bool) -> DecoderSpec:
-    """Returns the spec of a model whose layers have an index, or share one. types: of the layers' indices."""
+    """Returns the spec of a model whose layers have an index, or share one. types: "full" or "shared", by layer."""
     plain, own = _layer(config), IndexSpec(config.index_topk, config.index_n_heads, interleaved)
     kinds = {"full": replace(plain, index=own), "shared": replace(plain, index=replace(own, shared=True))}
     layers = zip((kinds[name] for name in types), config.mlp_layer_types, strict=True)

@@ -39,7 +39,7 @@ def _qwen(config: Any, mixer: MixerSpec, layers: list[LayerSpec]) -> DecoderSpec
 
 
 def olmo(config: Any) -> DecoderSpec:
-    """Layers that attend have norms behind their parts, those with states in front of them."""
+    """Attention layers have norms after their parts; layers with recurrent states have norms before them."""
     rope = getattr(config, "rope_parameters", None) or {}
     rotary = rope.get("rope_theta") is not None
     attending = replace(OLMO2, rope=0 if rotary else None)

@@ -20,7 +20,7 @@ from tgi_server.engine.models.spec import (
 from tgi_server.engine.models.splits import EXPERTS, GATED, LLAMA, attention, heads_of, llama_plan
 from tgi_server.engine.parallel.plan import ShardingPlan, vocab_parallel_embedding
 
-# From Gemma 2 on there are norms behind attention and the feed-forward part as well.
+# From Gemma 2 on there are also norms after attention and after the feed-forward part.
 _LAYER = LayerSpec(
     attended_norm="post_attention_layernorm",
     feed_forward_norm="pre_feedforward_layernorm",

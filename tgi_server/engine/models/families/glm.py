@@ -1,4 +1,4 @@
-"""GLM-4: a part of each head is turned, neighbouring elements together; the newer one has norms behind, too."""
+"""GLM-4: rotates a part of each head, neighbouring elements together. The newer one also has norms after its parts."""
 
 from dataclasses import replace
 from typing import Any

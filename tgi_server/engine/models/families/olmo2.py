@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and the feed-forward part only, and of all query and key heads together."""
+"""OLMo 2 and 3: norms only after attention and the feed-forward part, and over all query and key heads together."""
 
 from typing import Any
 

@@ -41,11 +41,11 @@ class Encoded:
 
 
 class PaddedBatch:
-    """The memory that a model has of each sequence, and the length of each.
+    """The KV cache and the lengths of the sequences in a padded batch.
 
-    cache: read and extended by the model's own code. lengths: tokens of each row in it.
+    cache: the cache that the model's own code reads and extends. lengths: tokens of each row in it.
     mask: [rows, longest] int64; 0 where a row is padded. adapters: the number of each row's adapter, 0 for none.
-    encoder_lengths, encoder_mask, encoder_states: of the prompts that an encoder read; empty without an encoder.
+    encoder_lengths, encoder_mask, encoder_states: those of the encoder's prompts; empty without an encoder.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PaddedBatch:
         self.lengths = [length + 1 for length in self.lengths]
 
     def append(self, other: "PaddedBatch") -> None:
-        """Adds the other batch's rows behind this one's."""
+        """Appends the other batch's rows to this one's."""
         for mine, theirs in zip(self._places(), other._places(), strict=True):
             own, new = mine.owner[mine.key], theirs.owner[theirs.key]
             if mine.axis is not None:

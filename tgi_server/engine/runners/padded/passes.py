@@ -1,4 +1,4 @@
-"""Forward passes over padded batches: of a decoder alone, and of a decoder that attends to an encoder's states."""
+"""Forward passes over padded batches, by a decoder alone or by a decoder that attends to an encoder's states."""
 
 import inspect
 from abc import ABC, abstractmethod
