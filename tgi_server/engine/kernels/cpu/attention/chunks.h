@@ -148,6 +148,32 @@ struct Scratch {
   Softmax<ROWS> softmax;
 };
 
+// Returns where the first chunk begins that an item looks at.
+template <typename T>
+int64_t first_start(const AttentionLayer<T>& layer, const AttentionItem& item) {
+  return layer.variant.first_token(item.first_position) / BLOCK * BLOCK;
+}
+
+// Makes room ready for an item's rows: their queries, and sums of nothing.
+template <typename T, typename Scratch>
+void begin_item(const AttentionLayer<T>& layer, const AttentionItem& item, Scratch& scratch) {
+  scratch.softmax.begin(layer.variant, item);
+  std::fill_n(scratch.output, item.rows() * layer.head_dim, 0.0f);
+  for (int r = 0; r < item.rows(); ++r)
+    std::copy_n(layer.query_of(item.token(r), item.head(r)), layer.head_dim, scratch.query + r * layer.head_dim);
+}
+
+// Writes the outputs of an item's rows.
+template <typename T, typename Scratch>
+void finish_item(const AttentionLayer<T>& layer, const AttentionItem& item, const Scratch& scratch) {
+  const int head_dim = layer.head_dim;
+  for (int r = 0; r < item.rows(); ++r) {
+    T* to = layer.output_of(item.token(r), item.head(r));
+    const float scale = layer.variant.value_scale / scratch.softmax.total(r);
+    for (int d = 0; d < head_dim; d += LANES) store(to + d, load(scratch.output + r * head_dim + d) * scale);
+  }
+}
+
 // Returns the rows' weights.
 template <typename T, typename Operand, int ROWS>
 const Operand* weigh(const AttentionLayer<T>& layer, const AttentionItem& item, const RowBlocks& blocks, int64_t start,
@@ -159,8 +185,8 @@ const Operand* weigh(const AttentionLayer<T>& layer, const AttentionItem& item, 
       const int64_t end = item.end(r);
       const int seen = static_cast<int>(std::clamp<int64_t>(end - start, 1, rows.tokens));
       const int columns = static_cast<int>(ceil_div(seen, LANES)) * LANES;
-      weigh_row(layer.variant, item.head(r), item.position(r), end, start, columns, rows.tokens, r, scratch.softmax,
-                scores);
+      weigh_row<NaturalPower>(layer.variant, item.head(r), item.position(r), end, start, columns, rows.tokens, r,
+                              scratch.softmax, scores, [&](int c, F32 weights) { store_as(scores + c, weights); });
       std::fill(scores + columns, scores + CHUNK, 0.0f);
     }
     weights = as_operands(scratch.scores, rows.first * CHUNK, rows.count * CHUNK, scratch.weights);
@@ -178,21 +204,15 @@ template <typename Tiles, int ROWS, typename K, typename V, typename T>
 void attend_chunks(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
   static thread_local Scratch<typename Tiles::Operand, ROWS> scratch;
   Tiles tiles;
-  const int head_dim = layer.head_dim, rows = item.rows();
-  const auto first_start = [&](const AttentionItem& of) {
-    return layer.variant.first_token(of.first_position) / BLOCK * BLOCK;
-  };
-  scratch.softmax.begin(layer.variant, item);
-  std::fill_n(scratch.output, rows * head_dim, 0.0f);
-  for (int r = 0; r < rows; ++r)
-    std::copy_n(layer.query_of(item.token(r), item.head(r)), head_dim, scratch.query + r * head_dim);
-  for (int64_t start = first_start(item), end; start < item.end(); start = end) {
+  const int head_dim = layer.head_dim;
+  begin_item(layer, item, scratch);
+  for (int64_t start = first_start(layer, item), end; start < item.end(); start = end) {
     end = start / CHUNK * CHUNK + CHUNK;
     Chunk<K, V> chunk = chunk_at<K, V>(layer, item, start, 0);
     for (int h = 0; h < item.kv_heads; ++h) {
       const Chunk<K, V> later = h + 1 < item.kv_heads ? chunk_at<K, V>(layer, item, start, h + 1)
                                 : end < item.end()    ? chunk_at<K, V>(layer, item, end, 0)
-                                                      : chunk_at<K, V>(layer, next, first_start(next), 0);
+                                                      : chunk_at<K, V>(layer, next, first_start(layer, next), 0);
       const RowBlocks blocks(item, h, Tiles::ROWS, start, chunk.tokens);
       tiles.load(chunk, later, head_dim);
       tiles.score(blocks, scratch.query, head_dim, scratch.scores);
@@ -201,11 +221,7 @@ void attend_chunks(const AttentionLayer<T>& layer, const AttentionItem& item, co
       chunk = later;
     }
   }
-  for (int r = 0; r < rows; ++r) {
-    T* to = layer.output_of(item.token(r), item.head(r));
-    const float scale = layer.variant.value_scale / scratch.softmax.total(r);
-    for (int d = 0; d < head_dim; d += LANES) store(to + d, load(scratch.output + r * head_dim + d) * scale);
-  }
+  finish_item(layer, item, scratch);
 }
 
 }  // namespace oatmill

@@ -59,12 +59,38 @@ inline void adjust_scores(const Variant& variant, int head, int64_t position, in
   }
 }
 
+// 2^x for x up to 127, to a relative error of 3e-6; below -126 it is 0.
+inline F32 power_of_two(F32 x) {
+#if defined(__AVX512BW__)
+  const __m512 exponent = reinterpret_cast<const __m512&>(x), whole = _mm512_roundscale_ps(exponent, 0);
+  const F32 rest = x - reinterpret_cast<const F32&>(whole);
+  F32 series = fma(rest, F32{} + 9.58285066e-3f, F32{} + 5.59064282e-2f);
+  series = fma(series, rest, F32{} + 2.40240987e-1f);
+  series = fma(series, rest, F32{} + 6.93124193e-1f);
+  series = fma(series, rest, F32{} + 1.0f);
+  const __mmask16 above = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126), _CMP_GT_OQ);
+  return reinterpret_cast<F32>(_mm512_maskz_scalef_ps(above, reinterpret_cast<const __m512&>(series), whole));
+#else
+  return exponential(x * 0.693147181f);
+#endif
+}
+
+// How weights are computed of scores: e^x is `of(UNIT * x)`.
+struct NaturalPower {
+  static constexpr float UNIT = 1;
+  static F32 of(F32 x) { return exponential(x); }
+};
+struct PowerOfTwo {
+  static constexpr float UNIT = 1.44269504f;
+  static F32 of(F32 x) { return power_of_two(x); }
+};
+
 // Turns the scores of the query at a position, which looks at the tokens before `end`, against tokens from `start` on
-// into softmax weights, in their place, and says how much the sums so far decay. columns: of scores, a multiple of
-// LANES, of which `tokens` are those of tokens.
-template <int ROWS>
+// into softmax weights, and says how much the sums so far decay. columns: of scores, a multiple of LANES, of which
+// `tokens` are those of tokens. write(column, weights): called for each register of weights.
+template <typename Power, int ROWS, typename Write>
 inline void weigh_row(const Variant& variant, int head, int64_t position, int64_t end, int64_t start, int columns,
-                      int tokens, int row, Softmax<ROWS>& softmax, float* scores) {
+                      int tokens, int row, Softmax<ROWS>& softmax, float* scores, const Write& write) {
   float scaling = variant.score_scaling;
   const int64_t last = std::clamp<int64_t>(end - start, 0, tokens);
   const int64_t first = std::clamp<int64_t>(variant.first_token(position) - start, 0, columns);
@@ -74,8 +100,9 @@ inline void weigh_row(const Variant& variant, int head, int64_t position, int64_
   }
   std::fill(scores, scores + first, MASKED);
   std::fill(scores + last, scores + columns, MASKED);
-  F32 highest = load_as<F32>(scores) * scaling;
-  for (int c = WIDTH; c < columns; c += WIDTH) highest = vmax(highest, load_as<F32>(scores + c) * scaling);
+  F32 highest = load_as<F32>(scores);
+  for (int c = WIDTH; c < columns; c += WIDTH) highest = vmax(highest, load_as<F32>(scores + c));
+  highest *= scaling;
   F32 total = load_as<F32>(softmax.acc + row * WIDTH);
   float& reference = softmax.references[row];
   softmax.decays[row] = 1;
@@ -85,12 +112,13 @@ inline void weigh_row(const Variant& variant, int head, int64_t position, int64_
     reference = peak;
     total *= softmax.decays[row];
   } else if (reference == MASKED) {
-    std::fill_n(scores, columns, 0.0f);
+    for (int c = 0; c < columns; c += WIDTH) write(c, F32{});
     return;
   }
+  const F32 scale = F32{} + scaling * Power::UNIT, offset = F32{} - reference * Power::UNIT;
   for (int c = 0; c < columns; c += WIDTH) {
-    const F32 weight = exponential(fma(load_as<F32>(scores + c), F32{} + scaling, F32{} - reference));
-    store_as(scores + c, weight);
+    const F32 weight = Power::of(fma(load_as<F32>(scores + c), scale, offset));
+    write(c, weight);
     total += weight;
   }
   store_as(softmax.acc + row * WIDTH, total);
