@@ -21,7 +21,7 @@ from tgi_server.launcher.machine import INSTALL
 _GIB: Final = 1 << 30
 # Bytes of RAM below which even small quantized models do not fit beside their KV cache.
 _LITTLE_RAM: Final = 4 * _GIB
-# Ports by default: of `oatmill serve`, of its metrics, of the launcher, of the gRPC service.
+# Default ports of `oatmill serve`, of its metrics, of the launcher and of the gRPC service.
 _PORTS: Final = {8080: "--port", 9000: "--prometheus-port", 3000: "--port", 8000: "--grpc-port"}
 
 
@@ -35,7 +35,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. advice: what to do, if something is to be done."""
+    """The result of one check. advice: what the user should do; empty: nothing."""
 
     state: State
     what: str

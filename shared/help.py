@@ -46,7 +46,7 @@ def help_text(settings: type[BaseSettings], program: str, groups: dict[str, str]
 def described(
     settings: type[BaseSettings], groups: dict[str, str], refused: dict[str, str]
 ) -> dict[str, list[tuple[str, str, str]]]:
-    """Returns the groups of settings: of each setting its flags and their value, its variable, and what it does."""
+    """Returns, by group, each setting's flags with their value, its environment variable and its description."""
     shortcuts = dict(settings.model_config.get("cli_shortcuts") or {})
     grouped: dict[str, list[tuple[str, str, str]]] = {}
     title = "Settings"

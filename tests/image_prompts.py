@@ -121,7 +121,7 @@ def image_prompt(
 ) -> ImagePrompt:
     """Returns a prompt with an image of each size.
 
-    texts: number of tokens before each image, and behind the last.
+    texts: number of tokens before each image, and after the last.
     """
     kind = reference.config.model_type
     numbers = random.Random(seed)
@@ -159,7 +159,7 @@ def expected(reference: PreTrainedModel, prompt: ImagePrompt, tokens: int) -> li
 
 
 def _joined(kind: str, images: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the tensors of several images as the processor does: one behind the other, padded to the largest."""
+    """Returns the tensors of several images as the processor does: concatenated, and padded to the largest."""
     axis = 1 if kind in ("idefics3", "smolvlm") else 0
     joined = {}
     for name in images[0]:

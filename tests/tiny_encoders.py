@@ -110,7 +110,7 @@ def _build(factory: Any, kind: str, **more: Any) -> PreTrainedModel:
 
 
 def _save(model: PreTrainedModel, kind: str, folder: Path) -> Path:
-    """Saves a model with a tokenizer that puts `<s>` before a text and `</s>` behind it, as their kind does."""
+    """Saves a model with a tokenizer that puts `<s>` before a text and `</s>` after it, as for models of this kind."""
     model.save_pretrained(folder)
     tokenizer = make_tokenizer()
     if kind == "qwen3":

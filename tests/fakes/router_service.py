@@ -117,7 +117,7 @@ class Shards:
 
 
 class RouterService:
-    """A service of the byte-level vocabulary, and what stands behind it."""
+    """A service with the byte-level vocabulary, and the parts that it uses."""
 
     def __init__(self, **changes: Any) -> None:
         """changes: fields of Service in place of the usual ones."""

@@ -44,7 +44,7 @@ def _mix(*values: int) -> int:
 
 
 def _adapter(name: str) -> int:
-    """name: a request's, or the shards', which has a number behind it."""
+    """name: the adapter's name in a request, or its name in the shards, which ends with "#" and a number."""
     return _mix(*name.partition("#")[0].encode()) if name else 1
 
 

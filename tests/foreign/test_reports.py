@@ -1,4 +1,4 @@
-"""What users of other servers reported, made anew as small inputs: where each report comes from, and its tests here."""
+"""Reports of other servers' users, reproduced with small inputs: where each report comes from, and its tests here."""
 
 import ast
 from pathlib import Path

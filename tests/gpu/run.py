@@ -191,7 +191,7 @@ def run(job: Job, deadline: float) -> Result:
 
 
 def _state(job: Job, output: TextIO, limit: float) -> str:
-    """In a session of its own: what it leaves behind is ended with it."""
+    """Runs a job in its own session, so that processes that it leaves are ended with it."""
     process = subprocess.Popen(
         [sys.executable, *job.arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         env=os.environ | ({"OATMILL_GPU_VARIANTS": job.variants} if job.variants else {}),

@@ -23,7 +23,7 @@ VARIANTS = {
     "rounded alibi": AttentionVariant(0.1, alibi_slopes=SLOPES.bfloat16().float(), rounded_alibi=True),
     "sinks": AttentionVariant(0.1, window=700, sinks=torch.linspace(-4, 12, 8)),
 }
-# Every combination is compiled anew, which takes seconds: so not all of them are tried.
+# Compiling a combination takes seconds, so not all of them are tried.
 CASES = [(dtype, head_dim, 2, AttentionVariant(0.1)) for dtype in DTYPES for head_dim in (24, 64, 128, 256)]
 CASES += [(torch.bfloat16, 64, kv_heads, AttentionVariant(0.1)) for kv_heads in (1, 8)]
 CASES += [(torch.bfloat16, 64, 2, variant) for variant in VARIANTS.values()]

@@ -28,7 +28,7 @@ ROWS = 4
 
 
 class Capture:
-    """Computes a step anew at every call. watch: notes what it does."""
+    """Computes a step again at every call. watch: records what it does."""
 
     def __init__(self) -> None:
         self.replayed = 0

@@ -242,7 +242,7 @@ def _arrangement(groups: Tensor, sizes: Iterable[int]) -> tuple[int, None, Tenso
 
 
 def _program(kernel: Any, arguments: Iterable[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns what Triton compiles a kernel anew for: constants, dtypes, and what it knows of addresses and numbers."""
+    """Returns what Triton specializes a kernel for: constants, dtypes, and properties of addresses and numbers."""
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     constant = {name for name, kind in kernel.__annotations__.items() if kind is tl.constexpr}
     given = dict(zip(names, arguments, strict=False)) | options

@@ -46,8 +46,8 @@ class Case:
 class Result:
     """Times of one case, in seconds. `runs` grows as they are measured.
 
-    prefill: of all prompts of the batch, for each run. decode: of a step, which gives each sequence a token, for each
-    step of all runs. error: why its runs ended early.
+    prefill: the time for all prompts of the batch, for each run. decode: the time of each step of all runs; a step
+    gives each sequence a token. error: why its runs ended early.
     """
 
     case: Case

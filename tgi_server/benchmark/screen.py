@@ -47,7 +47,7 @@ class BenchmarkApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [("q,escape,ctrl+c", "quit", "Stop, and show what has been measured")]
 
     def __init__(self, bench: ShardBench, runs: int) -> None:
-        """runs: of each case, warm-ups included."""
+        """runs: number of runs of each case, with warm-ups."""
         super().__init__()
         self.results: list[Result] = []
         self.title = describe(bench.info)

@@ -35,8 +35,8 @@ class Output:
 class Driver:
     """First come, first served: the oldest waiting sequence joins as soon as a row and its blocks are free.
 
-    outputs: by request id, of sequences that have ended as well. drafted, accepted: how many tokens were drafted, and
-    how many of them were right.
+    outputs: the outputs by request id, also of sequences that have ended. drafted, accepted: number of drafted tokens,
+    and of those that were accepted.
     """
 
     def __init__(

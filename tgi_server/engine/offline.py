@@ -37,9 +37,9 @@ def generate(
 ) -> list[list[int]]:
     """Returns the generated token ids, in the order of the prompts; an end-of-sequence token comes last.
 
-    images: of each prompt; None: there are none.
-    As many prompts run together as fit; each has its blocks from the start, so none is ever preempted.
-    Raises InvalidCall for a prompt that does not fit, NotEnoughMemory when no sequence does.
+    images: the images of each prompt; None: no images.
+    As many prompts run together as fit. Each has its blocks from the start, so none is ever preempted.
+    Raises InvalidCall for a prompt that does not fit, NotEnoughMemory if no sequence fits.
     """
     capacity = engine.warm_up(max_batch_size, max_prefill_tokens)
     for index, prompt in enumerate(prompts):

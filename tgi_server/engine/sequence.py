@@ -42,10 +42,10 @@ class RunningSequence:
     state_slot: the slot of its recurrent states, in models that have such; 0: none. snapshot: the number of the
     snapshot with the state after the computed tokens, with which it joins; 0: none.
     earlier_reply: the beginning of a reply to an earlier request with the same prompt, if there is one.
-    images: of the prompt, in order. placed: the same in the places of their tokens, once it has joined.
-    fault: why the request cannot go on, which the step reports that yields its next token; empty: it can.
-    constraint: its grammar and the budget of its thoughts at work on its text; None without them, and once neither
-    restricts anything any more.
+    images: the prompt's images, in order. placed: the same at the positions of their tokens, once it has joined.
+    fault: why the request cannot continue, which the step of its next token reports; empty: it can.
+    constraint: the state of its grammar and of its reasoning budget; None without them, and once neither restricts the
+    text any more.
     closing: its grammar is to end the text with few tokens.
     ended: its last token is known; it may be in the batch for a step or two more.
     jumping: the known tokens that are left to compute are jump-forward tokens.

@@ -19,14 +19,14 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The model of `transformers` that an architecture of llama.cpp is.
+    """The model of `transformers` that corresponds to an architecture of llama.cpp.
 
-    names, of_model: of tensors in layers and of others, beside those that most architectures have. norm_offset: what
-    files have added to the weights of norms. config: settings beside those of all. stacked_experts: the weights of a
-    layer's experts are one tensor in `transformers`, too, with gate and up interleaved, as in gpt-oss. changes: how a
-    tensor differs, by a configuration of `transformers` and its name in a layer. beside: tensors that are read beside
-    others. float_experts: names of experts' tensors, of all experts together, where no kernels read their types.
-    layers: of the modules of all layers. alike: other types of models whose files have this architecture.
+    names, of_model: names of tensors in layers and of other tensors, in addition to those of most architectures.
+    norm_offset: what files have added to the weights of norms. config: settings in addition to those of all
+    architectures. stacked_experts: the weights of a layer's experts are one tensor in `transformers`, too, with gate
+    and up interleaved, as in gpt-oss. changes: how a tensor differs, by a configuration of `transformers` and its name
+    in a layer. beside: tensors that are read together with others. float_experts: names of the tensors of all experts,
+    if no kernels read their types. layers: path of the list of layers. alike: other model types with this architecture.
     """
 
     model_type: str

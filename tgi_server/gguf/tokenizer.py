@@ -178,14 +178,14 @@ class Vocabulary:
 
 
 def _type_of(text: str, kind: int) -> int:
-    """Returns the type of a token: that of the file, unless its text says that it is a control token."""
+    """Returns the type of a token: the file's, unless its text shows that it is a control token."""
     if kind not in (_UNKNOWN, _BYTE) and looks_like_control(text, added=kind == _USER_DEFINED):
         return _CONTROL
     return kind
 
 
 def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float], without: set[int]) -> list[tuple[str, str]]:
-    """Returns the pairs that SentencePiece merges: those that make a token, by its score."""
+    """Returns the pairs that SentencePiece merges: pairs whose texts form a token, by the token's score."""
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for token_id, token in enumerate(tokens):

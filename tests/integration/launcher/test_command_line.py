@@ -26,7 +26,7 @@ def launch(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(result: subprocess.CompletedProcess[str], status: int) -> str:
-    """The one line that is no log line."""
+    """Returns the only line that is not a log line."""
     assert result.returncode == status, result.stderr
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("text-generation-"))
     return line

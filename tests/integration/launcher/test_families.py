@@ -1,4 +1,4 @@
-"""Families of models behind whole servers: chunks, prefix cache, shards, drafts and adapters at once.
+"""Families of models in whole servers: chunks, prefix cache, shards, drafts and adapters at once.
 
 Prints a row for each; `-rP` shows them.
 """

@@ -97,7 +97,7 @@ class Calls:
 
     @contextmanager
     def going_on(self) -> Iterator["Calls"]:
-        """Goes on with calls until its end, which waits for the last of them."""
+        """Makes calls until the context ends, which waits for the last of them."""
         ending = threading.Event()
         callers = [threading.Thread(target=self._call, args=(ending,)) for _ in range(CALLERS)]
         for caller in callers:
@@ -190,7 +190,7 @@ def roll(stack: Stack) -> None:
 
 
 def refuse(stack: Stack) -> None:
-    """Puts a server in the place of the first that refuses everybody, and then one that is always full."""
+    """Replaces the first server by one that refuses all callers, and then by one that is always full."""
     first = stack.replicas[0]
     for flags in (("--api-key=another",), ("--max-concurrent-requests=1",)):
         first.drain()

@@ -13,7 +13,7 @@ _TEXTS = ("rice ", "a", " ", "<|user|>", "🍕", "\\n", "\\u0000", "\U000f0000",
 _USUAL = {"role": "user", "type": "function"}
 _NESTED = '{"type":"object","properties":{%s},"required":[%s]}'
 _PADDING = "x" * 100
-# What is no body of any route.
+# Texts that no route accepts as a body.
 WHOLE = ("[", "9", " ", '{"x":', '{"x":"\\n', "\x00")
 # Numbers to try, the largest first.
 _NUMBERS = (4000, 128, 20, 16, 5, 2, 0.5)

@@ -63,7 +63,7 @@ class Model:
         return f"{begin}{THOUGHTS}{self._tags.end}\n\n"
 
     def said(self, text: str) -> str:
-        """A text as the model writes it, behind its thoughts or without any."""
+        """Returns a text as the model writes it after its reasoning, or without reasoning."""
         return (self._tags.opening if self._tags is not None else "") + text
 
     def call(self, *calls: tuple[str, dict[str, str]]) -> str:

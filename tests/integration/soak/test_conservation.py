@@ -112,7 +112,7 @@ class Endpoint:
             yield turn
 
     async def restart(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Ends the server when that is due, and starts it anew."""
+        """Ends the server when this is due, and restarts it."""
         await self._due.wait()
         self.load.there.clear()
         await end()

@@ -17,7 +17,7 @@ def own_bytes() -> int:
 
 
 class Peak:
-    """The most bytes that there were while somebody was watching."""
+    """The peak number of bytes during the measurement."""
 
     def __init__(self) -> None:
         self.bytes = 0

@@ -1,4 +1,4 @@
-"""Processes that are the shards of one group after another model: importing torch anew for each would take seconds.
+"""Processes that serve as the shards of one group after another, because importing torch in new ones takes seconds.
 
 with Ranks(2) as ranks:
     first, second = ranks.run(function, argument)  # function(group, argument) in both

@@ -1,4 +1,4 @@
-"""What is computed in two ways is used if both agree; otherwise the reason is said in words."""
+"""A result that is computed in two ways is used if both agree; otherwise the reason is reported."""
 
 import math
 from collections.abc import Iterator

@@ -124,7 +124,7 @@ def run_schemas(engine: Engine, examples: int) -> None:
 
 
 def run_logical_schemas(examples: int) -> None:
-    """Follows schemas whose keywords are said in other ones; those that cannot be are refused, or left to the model."""
+    """Follows schemas whose keywords are rewritten as others. Those that cannot be are refused or left to the model."""
     taken = []
 
     @many(examples)

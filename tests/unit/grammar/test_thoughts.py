@@ -18,7 +18,7 @@ SCHEMA = {
     "required": ["legs"],
     "additionalProperties": False,
 }
-# Thoughts, and JSON behind them, as the router frames an answer.
+# Reasoning, and then JSON, as the router frames an answer.
 FRAMED = Grammar(
     GrammarKind.JSON_SCHEMA,
     json.dumps({"$defs": {"answer": SCHEMA}, "anyOf": [{"$ref": "#/$defs/answer"}]}),

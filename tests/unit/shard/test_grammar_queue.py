@@ -1,4 +1,4 @@
-"""Grammars that wait to be compiled: which goes first, which are turned away, which are remembered."""
+"""Grammars that wait to be compiled: which is first, which are refused, which are cached."""
 
 import json
 import sys
@@ -176,7 +176,7 @@ def test_a_wrong_grammar_is_remembered(queue: GrammarQueue, tried: list[Grammar]
 
 @pytest.mark.slow
 def test_slow_grammars_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadPoolExecutor) -> None:
-    """However many of them wait; those beyond are turned away, and what nobody waits for is not tried."""
+    """However many of them wait. Those beyond the limit are refused, and those without a caller are not tried."""
     compile_now(queue, hostile.regex("first"))
     attackers = [pool.submit(compile_now, queue, slow(i), 2.0) for i in range(96)]
     started = time.perf_counter()

@@ -41,10 +41,10 @@ _RESERVE_SECONDS = 0.1
 
 
 class PagedRunner(PagedSteps):
-    """Runs a paged model whose cache it sizes by the memory that is left, and whose steps it captures where it can.
+    """Runs a paged model. Sizes its cache by the memory that is left, and captures its steps if possible.
 
-    companion_bytes: of the keys and values that another model has of each token, in blocks of the same numbers.
-    weight_bytes: of the model.
+    companion_bytes: bytes per token of another model's keys and values, which are in blocks with the same ids.
+    weight_bytes: size of the model's weights.
     """
 
     companion_bytes = 0
@@ -52,7 +52,7 @@ class PagedRunner(PagedSteps):
     def __init__(
         self, model: PagedModel, backend: Backend, group: ShardGroup | None = None, weight_bytes: int = 0
     ) -> None:
-        """backend: what the model computes with. group: the shards of the model, when this is one of them."""
+        """backend: the backend that computes the model. group: the shards of the model; None for a single shard."""
         super().__init__(model, backend)
         self._group = group
         self.weight_bytes = weight_bytes

@@ -41,9 +41,9 @@ class PagedBatch:
         *,
         mrope: bool = False,
     ) -> None:
-        """num_blocks: KV blocks that sequences may have, ids 1 .. num_blocks. max_total_tokens: of one sequence.
+        """num_blocks: KV blocks for sequences, ids 1 .. num_blocks. max_total_tokens: maximum tokens of one sequence.
 
-        attention: of the blocks. mrope: rows may have rotary positions that are not their positions.
+        attention: attends to the blocks. mrope: rotary positions may differ from positions.
         """
         block_size, device = attention.block_size, attention.device
         self.num_blocks = num_blocks
@@ -171,8 +171,8 @@ class PagedBatch:
     ) -> PassInput:
         """Returns the input of a pass in which the first `rows` rows decode, and nothing else is computed.
 
-        longest: at least the most tokens that any row has, the one of this pass included; None: as many as it is.
-        any_adapters: the rows may have others when the pass is run again.
+        longest: an upper bound of the tokens of each row, with the token of this pass; None: it is computed.
+        any_adapters: the rows may have other adapters when the pass is run again.
         """
         positions, tables = self.positions[:rows], self.block_tables.table[:rows]
         slots, kv_lengths = self._attention.row_places(positions, tables)

@@ -64,11 +64,11 @@ class StepCosts:
         expected: float,
         drafting: Callable[[int], float] = lambda tokens: 0.0,
     ) -> list[int]:
-        """Returns how many of the tokens of each draft to check, so that tokens come fastest.
+        """Returns how many tokens of each draft to check for the most tokens per second.
 
-        lengths: tokens of each draft. chances: the probability of each of its tokens to be right if those before it
-        are. rows: tokens that the step computes besides. expected: those that it yields besides. drafting: seconds
-        that drafts take which are still to be made, by the tokens of the longest.
+        lengths: tokens of each draft. chances: for each draft, the probability that a token is right if those before it
+        are. rows: number of other tokens that the step computes. expected: number of other tokens that it yields.
+        drafting: returns the seconds for making drafts, given the length of the longest.
         """
         gains = sorted(
             (

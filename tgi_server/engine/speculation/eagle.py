@@ -45,7 +45,7 @@ class Eagle(PagedDrafter, StateDrafter):
     """
 
     def __init__(self, runner: PagedRunner, model: LayerModel, states: HiddenStates, token_ids: Tensor | None) -> None:
-        """runner: of the model. token_ids: [drafter's vocabulary] int64; None: it has the model's."""
+        """runner: the model's runner. token_ids: [drafter's vocabulary] int64; None: it has the model's vocabulary."""
         super().__init__(runner, behind=1)
         self._model = model
         self._states = states

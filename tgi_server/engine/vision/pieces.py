@@ -54,9 +54,10 @@ class Pieces:
     def compute(
         self, kind: str, work: Callable[[int, int], Tensor], items: int, products: int, least: int = 1
     ) -> list[Tensor]:
-        """Returns the results of work(first, end) for all of some items, in one or several pieces.
+        """Returns the results of work(first, end) for all items, in one or several pieces.
 
-        kind: of work, each with a speed of its own. products: multiplications of an item. least: items of a piece.
+        kind: the kind of work; each has a speed of its own. products: multiplications per item. least: minimum number
+        of items in a piece.
         """
         if getattr(self._thread, "between", None) is None:
             return [work(0, items)]

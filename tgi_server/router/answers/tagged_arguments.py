@@ -212,7 +212,7 @@ class Tags:
     """The tags of the parameters of one tool, in a form."""
 
     def __init__(self, form: ArgumentTags, parameters: Sequence[TaggedParameter]) -> None:
-        """The tags are looked up by what they have before a line break; `rest`: what follows in each of them."""
+        """Tags are looked up by their text before a line break. `rest` is the text after it, which all tags share."""
         self.form = form
         self.rest = form.begin[1].partition("\n")[2]
         named = {form.tag(parameter.name, text=parameter.text): parameter for parameter in parameters}

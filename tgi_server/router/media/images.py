@@ -50,8 +50,8 @@ class ImageSource:
 class ProcessedImage:
     """An image after the model's image processor.
 
-    placeholder: the text that stands for it in a prompt. text: the text of its tokens. tokens: how many of these get
-    what the model sees. digest: SHA-256 of the tensors and the namespace.
+    placeholder: the text that stands for it in a prompt. text: the text of its tokens. tokens: number of these that the
+    vision tower's output replaces. digest: SHA-256 of the tensors and the namespace.
     """
 
     placeholder: str

@@ -1,4 +1,4 @@
-"""Rotary embeddings: no request changes another's tokens by its length, and tables have what is computed anew."""
+"""Rotary embeddings: a request's length does not change other requests' tokens, and tables have the computed values."""
 
 import pytest
 import torch

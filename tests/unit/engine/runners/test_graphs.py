@@ -29,7 +29,7 @@ WANTED = [
 
 
 class Capture:
-    """Computes a step anew at every call, and like a graph, returns the tensors that it returned before.
+    """Computes a step again at every call, and like a graph, returns the same tensors every time.
 
     steps, replayed: rows of the first tensor of each step, and of each call.
     """

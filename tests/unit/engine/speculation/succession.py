@@ -32,7 +32,7 @@ def succession_llama(folder: Path) -> LlamaForCausalLM:
 
 
 def head_for(model: LlamaForCausalLM, distance: int) -> Tensor:
-    """Returns the weight of a head, [vocab_size, hidden_size], that finds the token so far behind the last one."""
+    """Returns the weight of a head, [vocab_size, hidden_size], that finds the token `distance` after the last."""
     embeddings = torch.nn.functional.normalize(model.model.embed_tokens.weight.detach(), dim=1)
     weight = torch.empty_like(embeddings)
     for token in range(VOCAB_SIZE):

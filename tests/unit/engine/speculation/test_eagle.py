@@ -155,7 +155,7 @@ def test_drafts_are_those_of_the_network_by_itself(tmp_path: Path, monkeypatch: 
 
 
 def _reference(model: LlamaForCausalLM, weights: dict[str, Tensor], tokens: list[int], count: int) -> list[int]:
-    """Returns a draft, computed anew from the first token on for each of its tokens."""
+    """Returns a draft. For each of its tokens, computes all tokens from the first one on."""
     config = LlamaConfig(**SETTINGS)
     with torch.inference_mode():
         states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states

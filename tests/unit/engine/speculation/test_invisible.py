@@ -126,14 +126,14 @@ def test_replies_are_the_same_with_drafts_and_without(engine: Engine, plain: Out
 
 
 def _follow_up(plain: Outputs, index: int) -> tuple[list[int], list[int]]:
-    """Returns what was said in a conversation, and that with the prompt that follows."""
+    """Returns the tokens of a conversation, and these with the next prompt."""
     said = [*PROMPTS[index], *plain[index].tokens]
     return said, [*said, 9, 11, 13]
 
 
 @pytest.fixture(scope="module")
 def next_replies(engine: Engine, plain: Outputs) -> list[list[int]]:
-    """What is answered to the prompts that follow."""
+    """The answers to the next prompts."""
     assert engine.speculation is not None
     engine.speculation.drafters = []
     stopping = StoppingParameters(NEXT, ignore_eos=True)
@@ -143,7 +143,7 @@ def next_replies(engine: Engine, plain: Outputs) -> list[list[int]]:
 
 
 def _check_next_replies(engine: Engine, drafter: Drafter, plain: Outputs, expected: list[list[int]]) -> None:
-    """Lets conversations go on with the keys and values of what was said, as the prefix cache hands them out."""
+    """Continues conversations with their keys and values, as the prefix cache does."""
     assert engine.speculation is not None
     engine.speculation.drafters = [drafter]
     engine.speculation.costs = StepCosts({1: 1.0}, {1: 1.0})  # every draft is worth checking

@@ -143,7 +143,7 @@ def test_shards_draft_as_well(architecture: str, ranks_of: RanksOf, tmp_path: Pa
 def test_drafts_are_those_of_the_layer_in_transformers(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference computes each draft of one token anew, from the first token on."""
+    """The reference computes all tokens from the first one on for each draft of one token."""
     layers = importlib.import_module("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip("this version of transformers has no layers for multi-token prediction")

@@ -9,7 +9,7 @@ from tgi_server.launcher.processes.sockets import is_listening, shard_sockets
 
 @pytest.fixture
 def listener(tmp_path: Path) -> Path:
-    """A socket that somebody listens on."""
+    """A socket with a listener."""
     path = tmp_path / "shard-0"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))

@@ -28,7 +28,7 @@ class Sharer:
         self.held: list[list[int]] = []
 
     def compute(self, tokens: list[int], *, keep: bool = True, fresh: bool = False, space: str = "") -> list[int]:
-        """Computes `tokens` anew in blocks of its own, and offers them to the cache. Returns the blocks."""
+        """Computes `tokens` in new blocks, and offers them to the cache. Returns the blocks."""
         needed = -(-len(tokens) // self.size)
         self.cache.evict(max(0, needed - self.pool.free))
         blocks = self.pool.take(needed)

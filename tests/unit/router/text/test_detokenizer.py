@@ -10,7 +10,7 @@ BYTE_LEVEL, SENTENCE_PIECE = byte_level(), sentence_piece()
 
 
 def pieces(tokenizer: TextTokenizer, prompt: str, continuation: str) -> list[str]:
-    """The text of each token of `continuation` behind `prompt`, and the flushed rest."""
+    """Returns the text of each token of `continuation` after `prompt`, and the flushed rest."""
     detokenizer = Detokenizer(tokenizer, tokenizer.encode(prompt, add_special_tokens=True).ids)
     ids = tokenizer.encode(continuation, add_special_tokens=False).ids
     return [*(detokenizer.step(each) for each in ids), detokenizer.flush()]

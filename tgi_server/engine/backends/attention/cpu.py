@@ -18,8 +18,7 @@ class CpuAttention(AttentionBackend):
     """Attention by the CPU kernels of `kernels/cpu/attention/attention.cpp`.
 
     keys, values: one tensor for each layer, [blocks, kv_heads, head_dim * block_size];
-    `kernels/cpu/attention/kv_layout.h` describes the order of the numbers in a block. key_scales, value_scales: of the
-    layers.
+    `kernels/cpu/attention/kv_layout.h` describes the layout of a block. key_scales, value_scales: the layers' scales.
     """
 
     block_size = 32

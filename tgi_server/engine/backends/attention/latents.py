@@ -1,7 +1,7 @@
 """Attention in plain torch over a cache of latents, which all heads share (multi-head latent attention).
 
-Of a few tokens the queries are turned into the space of latents, so that keys and values need not be made: attention
-then has one KV head. Of the many tokens of a prompt it takes less work to make the keys and values of all heads.
+For a few tokens, the queries are projected into the space of latents, so that keys and values need not be computed:
+attention then has one KV head. For the many tokens of a prompt, computing all heads' keys and values is less work.
 """
 
 from collections.abc import Callable, Iterator

@@ -62,12 +62,12 @@ def attend_in_one(
     rounded_alibi: bool,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Returns what each row attends to once its key and value are in their slot, [rows, heads, head_dim], contiguous.
+    """Writes each row's key and value into its slot and attends, [rows, heads, head_dim], contiguous.
 
     query: [rows, heads, head_dim]. key, value: [rows, kv_heads, head_dim]. rotation: cosine and sine, [rows, rotated]
     each; pairs stand half of `rotated` apart; None: nothing is turned. keys, values: [blocks, block_size, kv_heads,
     head_dim], contiguous. slots: [rows] int64. tables: [rows, blocks] int32. kv_lengths: [rows] int32, the own key
-    included. plan: of a tile for each row. arrived: see `arrivals`. The others: as `paged_attention` has them.
+    included. plan: the plan with a tile for each row. arrived: see `arrivals`. Others: see `paged_attention`.
     """
     rows, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = keys.shape
@@ -112,7 +112,7 @@ def _attend_in_one(
     sunk: tl.constexpr, mantissa: tl.constexpr, most_parts: tl.constexpr, at_once: tl.constexpr,
     pdl: tl.constexpr = False,
 ):  # fmt: skip
-    """rows: of a program's products; the heads of a group are the first, of which `together` are kept."""
+    """rows: rows of a program's products. The first are a group's heads, of which `together` are kept."""
     if pdl:
         wait_for_earlier()
     item, kv_head = tl.program_id(0), tl.program_id(1)

@@ -92,9 +92,9 @@ def multiply_few(
     """Returns residual + activation(norm(x) W^T + bias), [rows, outputs], in the dtype of x; sums are in float32.
 
     x: [rows, inputs], at most MOST_ROWS or MOST_ROWS_FP8. weight: [outputs, inputs], contiguous, in the dtype of x; or
-    codes of e4m3 as uint8, and x is bfloat16. scales: of codes, [groups, outputs]; groups of 128 inputs, or one. bias:
-    [outputs] float32. residual: [rows, outputs], contiguous. arrived: see `arrivals`. activation: "": none is applied.
-    gated: of twice the outputs the first half is the gate of the other, and there is no residual.
+    e4m3 as uint8, with x in bfloat16. scales: scales of e4m3 weights, [groups, outputs]; a group is 128 inputs, or all.
+    bias: [outputs] float32. residual: [rows, outputs], contiguous. arrived: see `arrivals`. activation: "" for none.
+    gated: the first half of the outputs is the gate of the second half, and there is no residual.
     """
     (rows, inputs), outputs = x.shape, len(weight)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -129,7 +129,7 @@ def _multiply_few(
     whole: tl.constexpr, split: tl.constexpr, parts_at_once: tl.constexpr,
     own_rows: tl.constexpr, own_outputs: tl.constexpr, own_inputs: tl.constexpr, pdl: tl.constexpr = False,
 ):  # fmt: skip
-    """outputs: of y; a gated product has a tile of both halves. whole: inputs are whole tiles. split: parts > 1.
+    """outputs: those of y; gated products have a tile of both halves. whole: inputs are whole tiles. split: parts > 1.
 
     sums: [tiles, parts, rows, outputs + 2]; after a row's outputs are the sums of its squares and of its numbers.
     """

@@ -37,7 +37,7 @@ class GroupTile:
 
     @classmethod
     def of(cls, rows: int, experts: int, itemsize: int, *, quantized: bool = False) -> Self:
-        """rows: of all experts together. itemsize: bytes of a number. quantized: weights are of 4 or 8 bits."""
+        """rows: rows of all experts together. itemsize: bytes of a number. quantized: weights have 4 or 8 bits."""
         if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
             return cls(16, 32, 32, warps=8, stages=1)
         if quantized:  # whose numbers take registers
@@ -95,9 +95,9 @@ def multiply_groups(
     """Returns the products of rows by their experts' weights, [rows, outputs]; sums are in float32.
 
     x: [tokens, inputs] where `of_token` is the number of rows that a token has, otherwise [rows, inputs] in the groups'
-    order. weights: [experts, outputs, inputs], with any strides. bias: [experts, outputs]. shares: [rows],
-    factors of the rows, whose products are then where the rows were before they were sorted; None: they stay sorted.
-    y: of the result's shape, to write it to.
+    order. weights: [experts, outputs, inputs], with any strides. bias: [experts, outputs]. shares: [rows], factors of
+    the rows; the results are then in the order before sorting. None: the results stay sorted. y: the tensor for the
+    result; None: a new one.
     """
     experts, outputs, inputs = weights.shape
     y = x.new_empty(len(groups.order), outputs) if y is None else y

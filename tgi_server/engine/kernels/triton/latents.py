@@ -33,8 +33,8 @@ _BYTES_FOR_64_ROWS = 160 << 10
 class LatentShape(NamedTuple):
     """The sizes that the kernel is compiled for.
 
-    group: heads of a program, the most that divide all. rows: of its products, at least as many; with 64 each latent is
-    read for four times as many heads as with 16. key_tile: keys that it looks at together. stages: of its pipeline.
+    group: heads of a program, as many as divide all. rows: rows of its products, at least as many; with 64 each latent
+    is read for four times as many heads as with 16. key_tile: keys that it loads at once. stages: pipeline stages.
     """
 
     group: int

@@ -15,8 +15,8 @@ _ACTIVATED_AT_ONCE = 1024
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """Returns x, [..., size], divided by the root mean square of each row and times weight, [size].
 
-    weight: of the dtype of x; or in float32, and the product with it is rounded once. residual: of x's shape; the
-    result is residual + factor * what it would be otherwise.
+    weight: in the dtype of x, or in float32; then the product is rounded once. residual: in the shape of x; the result
+    is residual + factor * normed x.
     """
     return _normalise(x, weight, weight, eps, residual, factor, centred=False)
 

@@ -37,9 +37,10 @@ _ANY_VALUE = (*_PLANNED, "tiles", "window", "table_stride")
 class LaunchShape:
     """The sizes that kernels are compiled for.
 
-    rows: of a program's products; tokens of a tile times the heads that share their keys, or more. width: elements of
-    a head, or more. key_tile: keys that a program looks at together. stages: of the pipeline: of five, the two between
-    reading the block table, reading keys and values, and computing with them let these have two buffers each.
+    rows: rows of a program's products, at least the tokens of a tile times the heads that share keys. width: at least
+    the elements of a head. key_tile: keys that a program loads at once. stages: stages of the pipeline. With five,
+    there are two buffers between reading the block table and reading keys and values, and two between this and
+    computing.
     """
 
     rows: int
@@ -63,8 +64,8 @@ class LaunchShape:
 def tokens_of_a_tile(group: int, head_dim: int, itemsize: int, programs: float) -> int:
     """Returns how many prompt tokens a program attends for: as many as its registers hold, or half.
 
-    programs: of a multiprocessor, if each had 128 rows. Of fewer than some, those with 64 rows leave less of the device
-    idle, and two or three of them on a multiprocessor compute while one waits.
+    programs: programs per multiprocessor, if each had 128 rows. If there are few, programs with 64 rows leave less of
+    the device idle, and two or three of them on a multiprocessor compute while one waits.
     """
     if itemsize == 4:
         rows = 16 if head_dim > 64 else 32

@@ -22,10 +22,10 @@ _HEADS_TOGETHER = 4
 def write(
     key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scales: tuple[float, float], mantissa: int
 ) -> None:
-    """Puts key and value, [tokens, kv_heads, head_dim], into their slots, [tokens] int64.
+    """Writes key and value, [tokens, kv_heads, head_dim], into their slots, [tokens] int64.
 
-    keys and values: [blocks, block_size, kv_heads, head_dim], contiguous. scales: of keys and of values. mantissa: bits
-    of the numbers of those that are uint8, 0 where neither are.
+    keys and values: [blocks, block_size, kv_heads, head_dim], contiguous. scales: the scale of keys and that of values.
+    mantissa: mantissa bits of caches that are uint8 (FP8); 0 if neither is.
     """
     _launch(None, None, key, value, None, keys, values, slots, scales, mantissa)
 

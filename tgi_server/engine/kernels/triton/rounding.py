@@ -26,10 +26,10 @@ Rounded = tuple[Tensor, Tensor]
 def rounded(
     x: Tensor, together: int | None = None, least_rows: int = 1, activation: str = "", *, gated: bool = False
 ) -> Rounded:
-    """Rounds x, [rows, inputs]; or what `norm_and_gate.activate` makes of it, in the dtype of x.
+    """Rounds x, [rows, inputs], or the result of `norm_and_gate.activate` for it, in the dtype of x.
 
-    together: inputs that share a scale; a row's length is a multiple of it. None: all of a row. least_rows: of what is
-    returned; rows that x does not have are uninitialised. activation: "": none.
+    together: number of inputs that share a scale, which divides a row's length. None: all of a row. least_rows: minimum
+    rows of the result; additional rows are uninitialised. activation: "" for none.
     """
     x = x.contiguous()
     rows, inputs = len(x), x.shape[1] // 2 if gated else x.shape[1]
@@ -55,8 +55,8 @@ def rounded_norm(
 ) -> tuple[Rounded, Tensor]:
     """Rounds x, [rows, inputs], after its norm, and after rounding that to the dtype of x. Returns x, too.
 
-    added: of x's shape, is added to x first; None: nothing is. weight, bias: as in `norm_and_gate`; a bias makes it a
-    layer norm. together, least_rows: as in `rounded`; `together` is a power of two.
+    added: a tensor in the shape of x that is added to x first, or None. weight, bias: as in `norm_and_gate`; with a
+    bias it is a layer norm. together, least_rows: as in `rounded`; `together` is a power of two.
     """
     x = x.contiguous()
     rows, size = x.shape
@@ -85,7 +85,7 @@ def _scale_of(largest):
 
 @triton.jit
 def _input(x, column, real, inputs, activation: tl.constexpr, gated: tl.constexpr):
-    """Returns some inputs of a row, float32. inputs: of a row, as many as its gate has."""
+    """Returns some inputs of a row in float32. inputs: number of inputs of a row, without its gate."""
     value = tl.load(x + column, mask=real, other=0.0).to(tl.float32)
     kind: tl.constexpr = x.dtype.element_ty
     if activation != "":

@@ -52,9 +52,9 @@ class PartsPlan:
 
 
 def plan_parts(tiles: QueryTiles, kv_heads: int, key_tile: int, window: int, rows: int = 16) -> PartsPlan:
-    """Plans the parts of all tiles so that the device has work for all its processors, and no part is too long.
+    """Plans the parts of all tiles so that all multiprocessors have work, and no part is too long.
 
-    rows: of a program's products.
+    rows: rows of a program's products.
     """
     count, device = len(tiles.counts), tiles.counts.device
     target = -(-PROGRAMS_PER_PROCESSOR * multiprocessors(device) // kv_heads)
@@ -98,7 +98,7 @@ def joined_at_once(rows: int, width: int) -> tuple[int, int]:
 
 
 def parts_at_once(together: int, width: int, numbers: int = _JOINED_AT_ONCE) -> int:
-    """Returns how many parts of some rows a joining program loads at once. numbers: that it has room for."""
+    """Returns how many parts of some rows a joining program loads at once. numbers: how many numbers have room."""
     return max(1, min(MOST_PARTS, numbers // (together * width)))
 
 
@@ -187,9 +187,10 @@ def joined_parts(
     parts, weights, first, number, kv_head, row, used, kv_heads: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     together: tl.constexpr, most_parts: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
-    """Returns the mean of the values that all keys of some rows have, [together, width].
+    """Joins the parts of some rows: returns the weighted mean of their values, [together, width].
 
-    first, number: of the parts. Others may just have written them, so that they are not read from the first cache.
+    first, number: the first part and the number of parts. Other programs may just have written them, so they are not
+    read from the L1 cache.
     """
     column = tl.arange(0, width)
     every = tl.arange(0, most_parts)

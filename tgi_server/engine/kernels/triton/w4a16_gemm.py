@@ -45,7 +45,7 @@ class ProductTile:
 
     @classmethod
     def of(cls, rows: int, itemsize: int) -> Self:
-        """rows: of the input. itemsize: bytes of its numbers."""
+        """rows: rows of the input. itemsize: bytes of its elements."""
         if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
             return cls(16, 32, warps=8, stages=1)
         if rows <= _FEW_ROWS:

@@ -37,9 +37,9 @@ class PaddedRunner(Runner):
     block_size = 1
 
     def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
-        """backend: what the model computes with.
+        """backend: the backend that computes the model.
 
-        Raises UnsupportedModel for a model that answers wrongly when it continues what it has computed before.
+        Raises UnsupportedModel for a model whose results are wrong when it continues from its cache.
         """
         super().__init__(backend)
         self._model = model

@@ -13,7 +13,7 @@ import { Transcript } from "./transcript.js";
 import { welcome } from "./welcome.js";
 
 export class ChatView {
-  /** info: of the server. storage: see storage.js. openOptions: shows the options. */
+  /** info: the server's info. storage: see storage.js. openOptions: shows the options. */
   constructor(info, storage, openOptions) {
     this.storage = storage;
     this.generations = new Map();

@@ -9,8 +9,8 @@ const TITLE_LENGTH = 60;
  *
  * A message: {id, parent, role: "user" | "assistant" | "tool", text}. A user's may have `images` (data URLs), a tool's
  * has `callId`. An assistant's may have `thoughts`, `calls` ([{id, name, arguments}]), `tokens` (see stream.js),
- * `statistics`, `error` ({message, status, advice}) and has `end` when it is there: what the server says, "stopped" by
- * the user, or "error".
+ * `statistics`, `error` ({message, status, advice}) and, once it has ended, `end`: the server's finish reason, "error",
+ * or "stopped" (by the user).
  */
 export class Conversation {
   constructor(record) {

@@ -1,4 +1,4 @@
-// An error in the place of an answer: what is wrong, what to do, and a button that does it.
+// An error in the place of an answer: a description, advice, and a button that follows the advice.
 
 import { make } from "../core/dom.js";
 import { apiKey } from "../core/server.js";

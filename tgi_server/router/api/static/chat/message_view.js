@@ -20,8 +20,8 @@ const ENDINGS = {
 
 export class MessageView {
   /**
-   * message: see conversation.js. actions: what its buttons do: {edit(message, text), regenerate, resume, show, result,
-   * speakOptions}. context: see `update`.
+   * message: see conversation.js. actions: functions of its buttons: {edit(message, text), regenerate, resume, show,
+   * result, speakOptions}. context: see `update`.
    */
   constructor(message, actions, context) {
     this.message = message;

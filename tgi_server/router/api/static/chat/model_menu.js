@@ -11,8 +11,8 @@ const WAITING = {
 
 export class ModelMenu {
   /**
-   * select: the element, which is filled. info: of the server. changed: called when the state of a model, or what is
-   * known of it, has changed.
+   * select: the element that is filled. info: the server's info. changed: called when the state or the info of a model
+   * has changed.
    */
   constructor(select, info, changed) {
     Object.assign(this, { select, info, changed });

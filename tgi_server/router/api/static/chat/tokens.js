@@ -1,4 +1,4 @@
-// An answer as its tokens: the less likely one was, the more of the colour of doubt is behind it.
+// Shows an answer as its tokens: the less likely a token was, the stronger is its background colour.
 
 import { make, number } from "../core/dom.js";
 

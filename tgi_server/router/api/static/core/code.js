@@ -1,8 +1,8 @@
-// A request as code of other programs.
+// A request as code for other programs.
 
 /**
  * Returns code that sends a request. request: {path, body}, without what only streams need. language: "curl", "Python"
- * or "gRPC". url: of the server. needsKey: true if it wants an API key.
+ * or "gRPC". url: the server's URL. needsKey: true if the server needs an API key.
  */
 export function codeFor(request, language, url, needsKey) {
   return { curl: curlCode, Python: pythonCode, gRPC: grpcCode }[language](shortened(request), url, needsKey);

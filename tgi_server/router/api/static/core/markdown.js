@@ -32,7 +32,7 @@ const marked = new Marked({
   },
 });
 
-/** Shows a text that grows: only the blocks that change are made anew, so that selections and focus stay. */
+/** Shows a text that grows. Renders only the blocks that change, so that selections and focus stay. */
 export class MarkdownView {
   constructor() {
     this.element = make("div", { className: "markdown" });

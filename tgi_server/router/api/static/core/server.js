@@ -20,7 +20,7 @@ const ADVICE_BY_TYPE = {
 };
 const UNREACHABLE = "Check that it is running, then try again.";
 
-/** An error of the server. status: of HTTP, 0 if there was no response. advice: what the user can do, or "". */
+/** An error of the server. status: HTTP status, 0 if there was no response. advice: what the user can do, or "". */
 export class ServerError extends Error {
   constructor(message, status = 0, advice = "") {
     super(message);

@@ -1,10 +1,10 @@
-// Fields for several texts, of which some may be added and removed.
+// Fields for several texts. Fields can be added and removed.
 
 import { make } from "../core/dom.js";
 import { icon } from "../core/icons.js";
 
 export class TextList {
-  /** name: of one text, such as "Text". least: how many fields stay. texts: what they have at first. */
+  /** name: the name of one text, such as "Text". least: minimum number of fields. texts: the initial texts. */
   constructor(name, least, texts) {
     Object.assign(this, { name, least });
     this.fields = make("div", { className: "text-list" });
