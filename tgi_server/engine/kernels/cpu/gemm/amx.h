@@ -32,16 +32,20 @@ namespace oatmill {
 constexpr int64_t SIDE = 16;  // rows, outputs and words of a matrix
 constexpr int64_t SIDE_BYTES = SIDE * WORD;
 
-// Unsigned bytes, times signed ones.
+// Unsigned bytes, times signed ones; and signed ones.
 struct CodeBytes {
   using Number = uint8_t;
+  static constexpr int64_t DEPTH = 4;
+};
+struct HighBytes {
+  using Number = int8_t;
   static constexpr int64_t DEPTH = 4;
 };
 
 #if defined(OATMILL_EMULATED_TILES)
 
-// Registers of SIDE rows of SIDE_BYTES each, as AMX has them: accumulators in 0 to 5, rows in 6, weights in 7. words:
-// of the last two.
+// Registers of SIDE rows of SIDE_BYTES each, as AMX has them: accumulators in 0 to 5, rows in 6, weights in 7, unless
+// add is told others. words: of the last two.
 template <typename Kind>
 class EmulatedTiles {
  public:
@@ -60,19 +64,19 @@ class EmulatedTiles {
   void store(void* to, int64_t stride) {
     for (int64_t r = 0; r < SIDE; ++r) std::memcpy(static_cast<char*>(to) + r * stride, registers_[I][r], SIDE_BYTES);
   }
-  // Adds the products of rows and weights to register I.
-  template <int I>
+  // Adds the products of rows and weights to a register.
+  template <int SUM, int ROWS = 6, int WEIGHTS = 7, typename Bytes = Kind>
   void add() {
-    using Sum = std::conditional_t<std::is_same_v<Kind, Bf16Weights>, float, int32_t>;
-    using Row = std::conditional_t<std::is_same_v<Kind, Bf16Weights>, c10::BFloat16,
-                                   std::conditional_t<std::is_same_v<Kind, Int8Weights>, uint8_t, int8_t>>;
+    using Sum = std::conditional_t<std::is_same_v<Bytes, Bf16Weights>, float, int32_t>;
+    using Row = std::conditional_t<std::is_same_v<Bytes, Bf16Weights>, c10::BFloat16,
+                                   std::conditional_t<std::is_same_v<Bytes, Int8Weights>, uint8_t, int8_t>>;
     for (int64_t r = 0; r < SIDE; ++r)
       for (int64_t n = 0; n < SIDE; ++n)
         for (int64_t k = 0; k < words_; ++k)
-          for (int64_t d = 0; d < Kind::DEPTH; ++d) {
+          for (int64_t d = 0; d < Bytes::DEPTH; ++d) {
             const int64_t size = sizeof(Row);
-            at<Sum>(I, r, n) += static_cast<Sum>(at<Row>(6, r, k, d * size)) *
-                                static_cast<Sum>(at<typename Kind::Number>(7, k, n, d * size));
+            at<Sum>(SUM, r, n) += static_cast<Sum>(at<Row>(ROWS, r, k, d * size)) *
+                                  static_cast<Sum>(at<typename Bytes::Number>(WEIGHTS, k, n, d * size));
           }
   }
 
@@ -95,27 +99,6 @@ inline bool amx_permitted() {
   static const bool permitted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
   return permitted;
 }
-
-// The compiler wants the numbers of registers as literals: calls DO(0) where I is 0, and so on.
-#define OATMILL_WITH_REGISTER(I, DO) \
-  if constexpr (I == 0) {            \
-    DO(0);                           \
-  } else if constexpr (I == 1) {     \
-    DO(1);                           \
-  } else if constexpr (I == 2) {     \
-    DO(2);                           \
-  } else if constexpr (I == 3) {     \
-    DO(3);                           \
-  } else if constexpr (I == 4) {     \
-    DO(4);                           \
-  } else if constexpr (I == 5) {     \
-    DO(5);                           \
-  } else if constexpr (I == 6) {     \
-    DO(6);                           \
-  } else {                           \
-    static_assert(I == 7);           \
-    DO(7);                           \
-  }
 
 // Registers of rows have so many words of each, those of weights so many words; the accumulators are whole. A constant
 // in memory: of what the instruction reads, the compiler knows only the beginning, and might leave out stores to the
@@ -147,35 +130,25 @@ class AmxTiles {
 
   template <int I>
   void zero() {
-#define OATMILL_DO(n) _tile_zero(n)
-    OATMILL_WITH_REGISTER(I, OATMILL_DO)
-#undef OATMILL_DO
+    asm volatile("tilezero %%tmm%c0" ::"i"(I));
   }
   template <int I>
   void load(const void* from, int64_t stride) {
-#define OATMILL_DO(n) _tile_loadd(n, from, stride)
-    asm volatile("" ::: "memory");  // which the compiler does not know to be read
-    OATMILL_WITH_REGISTER(I, OATMILL_DO)
-#undef OATMILL_DO
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(I), "r"(from), "r"(stride) : "memory");
   }
   template <int I>
   void store(void* to, int64_t stride) {
-#define OATMILL_DO(n) _tile_stored(n, to, stride)
-    OATMILL_WITH_REGISTER(I, OATMILL_DO)
-#undef OATMILL_DO
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(I), "r"(to), "r"(stride) : "memory");
   }
-  template <int I>
+  template <int SUM, int ROWS = 6, int WEIGHTS = 7, typename Bytes = Kind>
   void add() {
-#define OATMILL_DO(n)                                     \
-  if constexpr (std::is_same_v<Kind, Int8Weights>) {      \
-    _tile_dpbusd(n, 6, 7);                                \
-  } else if constexpr (std::is_same_v<Kind, CodeBytes>) { \
-    _tile_dpbsud(n, 6, 7);                                \
-  } else {                                                \
-    _tile_dpbf16ps(n, 6, 7);                              \
-  }
-    OATMILL_WITH_REGISTER(I, OATMILL_DO)
-#undef OATMILL_DO
+#define OATMILL_ADD(instruction) \
+  asm volatile(instruction " %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROWS), "i"(WEIGHTS))
+    if constexpr (std::is_same_v<Bytes, Int8Weights>) OATMILL_ADD("tdpbusd");
+    else if constexpr (std::is_same_v<Bytes, CodeBytes>) OATMILL_ADD("tdpbsud");
+    else if constexpr (std::is_same_v<Bytes, HighBytes>) OATMILL_ADD("tdpbssd");
+    else OATMILL_ADD("tdpbf16ps");
+#undef OATMILL_ADD
   }
 };
 

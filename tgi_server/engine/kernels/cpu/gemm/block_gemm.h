@@ -1,12 +1,15 @@
-// GEMM with K-quants and inputs of 8 bits: the integer sums of groups are multiplied by the integer factors of these,
-// and become floats once for a block of 256 inputs, which have one scale.
+// GEMM with K-quants and inputs of 8 bits: the weights of a block of 256 inputs are integers of 16 bits in a unit of
+// their own, (code - zero) * factor + offset, and so the sums of a block are integers, which become floats once.
 //
 //     for blocks:                                        of a tile, and up to CHUNK_ROWS rows
 //       unpack the block's weights into L1, for more rows than stay in registers
 //       for blocks of rows, V registers of outputs:
 //         for spans: acc[R][V] = zero-point compensation; += products (loop.h); totals[R][V] += acc * factors
-//         offsets[R][V] = sums of the groups' inputs * offset factors
-//         row's sums += (totals * scales + offsets * offset scales) * scale of the row's inputs
+//         totals[R][V] += sums of the groups' inputs * offsets
+//         row's sums += totals * unit * scale of the row's inputs
+//
+// Factors are exact; offsets are rounded to a unit, at most an eighth of the block's scale. block_amx.h computes the
+// same sums by tiles.
 //
 // A span is what an accumulator holds: a group, or half of one. Where an instruction adds up four products, the
 // accumulator has 32 bits. Where it adds up two (AVX2), it is a pair of 16 bits: these wrap around, but a span is so
@@ -39,10 +42,12 @@ struct BlockLayout {
   int64_t block_words() const { return groups_of_block * group_words; }
 };
 
-// Rows of int8 in the order of unpacked weights, with their scales [rows, blocks]; starts, the first values of
-// accumulators, [rows, spans]; and sums, of the inputs of two groups in the halves of a word, [rows, groups / 2].
+// Rows of int8 in the order of unpacked weights, [blocks, rows, inputs of a block], with their scales [blocks, rows];
+// starts, the first values of accumulators, [blocks, rows, spans of a block]; and sums, of the inputs of two groups in
+// the halves of a word, [blocks, rows, groups of a block / 2].
 struct BlockInput {
-  Input bytes;
+  int64_t rows;  // as many as tiles take at once
+  c10::DataPtr bytes;
   std::vector<float> scales;
   std::vector<int32_t> starts, sums;
 };
@@ -51,9 +56,19 @@ struct BlockGemmArgs : GemmArgs {
   Scales scales;
   BlockLayout layout;
   const BlockInput* rows_input;
-  int64_t spans;  // of a row
   int64_t tile_bytes;
+
+  // Returns the bytes of a row in a block.
+  const char* bytes(int64_t block, int64_t row) const { return input + (block * rows_input->rows + row) * row_bytes; }
+  const char* words(int64_t tile, int64_t block, int planes) const {
+    return weights + tile * tile_bytes + block * layout.block_words() * planes * TILE_WORD;
+  }
 };
+
+// Returns sum + the integers of a block in their unit. scale: of the row's inputs.
+inline F32 scaled_sum(I32 totals, F32 unit, F32 scale, F32 sum) {
+  return fma(__builtin_convertvector(totals, F32) * unit, scale, sum);
+}
 
 // Returns numbers as the halves of a word.
 inline int32_t halves(int32_t low, int32_t high) {
@@ -112,6 +127,7 @@ struct BlockDot {
 
 template <typename Kind, typename Digits>
 struct BlockGemm {
+  using Codes = Digits;
   using Dot = BlockDot<Kind, Digits>;
   static constexpr int64_t MOST_BLOCK = 512;  // inputs
 
@@ -120,9 +136,6 @@ struct BlockGemm {
                             int64_t depth) {
     constexpr BlockLayout NONE{};
     if (!scales.factors) return NONE;
-#if OATMILL_CODE_TILES
-    if (starts[1] > Dot::UNIT_WORDS && code_tiles_permitted()) return NONE;  // tiles multiply groups of 32 inputs
-#endif
     const BlockLayout layout{blocks, groups / blocks, starts[1], Kind::ZERO_POINT + static_cast<int64_t>(scales.zero)};
     const bool regular = layout.groups_of_block % 2 == 0 && groups * layout.group_words == depth &&
                          layout.block_words() * Kind::DEPTH <= MOST_BLOCK;
@@ -136,23 +149,20 @@ struct BlockGemm {
 
   template <typename T>
   static BlockInput prepare(const T* from, int64_t rows, int64_t inputs, const BlockLayout& layout) {
-    const int64_t row_bytes = row_stride(inputs, rows), of_block = layout.block_words() * Kind::DEPTH;
-    const int64_t spans = inputs / (span_words(layout) * Kind::DEPTH),
-                  pairs = layout.blocks * layout.groups_of_block / 2;
-    BlockInput input{{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes), {}},
-                     std::vector<float>(rows * layout.blocks),
-                     std::vector<int32_t>(rows * spans),
-                     std::vector<int32_t>(rows * pairs)};
-    char* to = static_cast<char*>(input.bytes.buffer.get());
-    input.bytes.data = to;
+    const int64_t of_block = layout.block_words() * Kind::DEPTH, room = ceil_div(rows, PADDED_ROWS) * PADDED_ROWS;
+    const int64_t spans = layout.block_words() / span_words(layout), pairs = layout.groups_of_block / 2;
+    BlockInput input{room, c10::GetCPUAllocator()->allocate(layout.blocks * room * of_block),
+                     std::vector<float>(layout.blocks * room), std::vector<int32_t>(layout.blocks * room * spans),
+                     std::vector<int32_t>(layout.blocks * room * pairs)};
+    int8_t* to = static_cast<int8_t*>(input.bytes.get());
     for_rows(rows, inputs, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r) {
-        int8_t* bytes = reinterpret_cast<int8_t*>(to + r * row_bytes);
-        for (int64_t b = 0; b < layout.blocks; ++b)
-          input.scales[r * layout.blocks + b] =
-              round_to_bytes(from + r * inputs + b * of_block, of_block, bytes + b * of_block);
-        sum_up(bytes, layout, spans, &input.starts[r * spans], &input.sums[r * pairs]);
-      }
+      for (int64_t r = first; r < last; ++r)
+        for (int64_t b = 0; b < layout.blocks; ++b) {
+          const int64_t place = b * room + r;
+          int8_t* bytes = to + place * of_block;
+          input.scales[place] = round_to_bytes(from + r * inputs + b * of_block, of_block, bytes);
+          sum_up(bytes, layout, spans, &input.starts[place * spans], &input.sums[place * pairs]);
+        }
     });
     return input;
   }
@@ -161,11 +171,9 @@ struct BlockGemm {
                        char* acc) {
     float* sums = reinterpret_cast<float*>(acc);
     std::fill_n(sums, rows * COLUMNS, 0.0f);
-    const WeightStream<Dot::PLANES> words{product.weights + tile * product.tile_bytes,
-                                          product.weights + next_tile * product.tile_bytes, product.depth};
     for (int64_t b = 0; b < product.layout.blocks; ++b) {
-      const BlockScales scales(product, tile, next_tile, b);
-      const Block block{b, b * product.layout.block_words(), words, scales, kept()};
+      const bool last = b + 1 == product.layout.blocks;
+      const Block block(product, tile, b, last ? next_tile : tile, last ? 0 : b + 1);
       const bool many = rows > Dot::ROWS;
       if (many && !FIRST_UNPACKS) unpack(product, block);
       for_each_block(rows, many ? Dot::MANY : Dot::ROWS, [&](int64_t first, int64_t count) {
@@ -175,50 +183,73 @@ struct BlockGemm {
     }
   }
 
- private:
-  static constexpr bool FIRST_UNPACKS = REGISTERS == 32;
-  static constexpr int MOST_SPANS = MOST_BLOCK / 16;
+  // A block of a tile: its words, followed by those of the next one; its unit, and the integers that products take.
+  struct Block {
+    static constexpr int MOST_SPANS = MOST_BLOCK / 16;
 
-  // What belongs to a block of a tile, in floats and as integers that products take.
-  struct BlockScales {
-    alignas(64) float scales[COLUMNS];
-    alignas(64) float offset_scales[COLUMNS];
-    alignas(64) int32_t factors[MOST_SPANS * COLUMNS];
-    alignas(64) int32_t offset_factors[MOST_SPANS / 2 * COLUMNS];
+    int64_t index;
+    WeightStream<Dot::PLANES> words;
+    char* kept = BlockGemm::kept();
+    alignas(64) float units[COLUMNS];
+    alignas(64) int32_t factors[MOST_SPANS * COLUMNS];      // of each span
+    alignas(64) int32_t offsets[MOST_SPANS / 2 * COLUMNS];  // of two groups, in the halves of a word
 
-    BlockScales(const BlockGemmArgs& product, int64_t tile, int64_t next_tile, int64_t block) {
+    Block(const BlockGemmArgs& product, int64_t tile, int64_t index, int64_t next_tile, int64_t next_index)
+        : index(index), words{product.words(tile, index, Dot::PLANES),
+                              product.words(next_tile, next_index, Dot::PLANES), product.layout.block_words()} {
       const BlockLayout& layout = product.layout;
       const Scales& from = product.scales;
-      const int64_t groups = layout.blocks * layout.groups_of_block, first = block * layout.groups_of_block;
-      const int64_t place = (tile * layout.blocks + block) * COLUMNS;
-      const int64_t spans_of_group = layout.group_words / span_words(layout);
+      const int64_t place = (tile * layout.blocks + index) * COLUMNS, group = place * layout.groups_of_block;
+      const int64_t next = (next_tile * layout.blocks + next_index) * COLUMNS * layout.groups_of_block;
+      const int64_t spans = layout.group_words / span_words(layout);
+      for (int64_t g = 0; g < layout.groups_of_block; ++g) from.prefetch(next + g * COLUMNS);
       for (int64_t n = 0; n < COLUMNS; n += WIDTH) {
-        store(scales + n, load_f32(static_cast<const c10::Half*>(from.scales) + place + n));
-        if (from.offsets) store(offset_scales + n, load_f32(static_cast<const c10::Half*>(from.offsets) + place + n));
-      }
-      for (int64_t g = 0; g < layout.groups_of_block; ++g) {
-        from.prefetch((next_tile * groups + first + g) * COLUMNS);
-        const int64_t group = (tile * groups + first + g) * COLUMNS;
-        int32_t* to = factors + g * spans_of_group * COLUMNS;
-        for (int64_t n = 0; n < COLUMNS; n += WIDTH) {
-          const I32 numbers = Dot::factor(load_i32(from.factors + group + n));
-          for (int64_t span = 0; span < spans_of_group; ++span) store_as(to + span * COLUMNS + n, numbers);
-          if (from.offsets && g % 2 == 1) {
-            const I32 low = load_i32(from.offset_factors + group - COLUMNS + n),
-                      high = load_i32(from.offset_factors + group + n);
-            store_as(offset_factors + g / 2 * COLUMNS + n, (low & 0xffff) | high << 16);
-          }
+        const F32 scale = load_f32(static_cast<const c10::Half*>(from.scales) + place + n);
+        const F32 offset = from.offsets ? load_f32(static_cast<const c10::Half*>(from.offsets) + place + n) : F32{};
+        const F32 unit = from.offsets ? unit_of(scale, offset) : scale;
+        store(units + n, unit);
+        const auto in_units = [&](const int8_t* numbers, int64_t g, F32 ratio) {
+          return round_i32(load_f32(numbers + group + g * COLUMNS + n) * ratio);
+        };
+        for (int64_t g = 0; g < layout.groups_of_block; ++g) {
+          const I32 factor =
+              from.offsets ? in_units(from.factors, g, scale / unit) : load_i32(from.factors + group + g * COLUMNS + n);
+          for (int64_t span = g * spans; span < (g + 1) * spans; ++span)
+            store_as(factors + span * COLUMNS + n, Dot::factor(factor));
+        }
+        if (!from.offsets) continue;
+        for (int64_t g = 0; g < layout.groups_of_block; g += 2) {
+          const I32 low = in_units(from.offset_factors, g, offset / unit),
+                    high = in_units(from.offset_factors, g + 1, offset / unit);
+          store_as(offsets + g / 2 * COLUMNS + n, (low & 0xffff) | high << 16);
         }
       }
     }
+
+    // Those of SIDE outputs, from a column on.
+    I32 factor(const BlockLayout& layout, int64_t group, int column) const {
+      return load_as<I32>(factors + group * (layout.group_words / span_words(layout)) * COLUMNS + column);
+    }
+    I32 offset(const BlockGemmArgs& product, int64_t group, int column) const {
+      const I32 both = product.scales.offsets ? load_as<I32>(offsets + group / 2 * COLUMNS + column) : I32{};
+      return group % 2 == 0 ? both & 0xffff : both >> 16;
+    }
+
+    // A power of two that divides the scale by 16 or 8, unless offsets are so large that they would leave 16 bits; then
+    // less. Factors and offset factors have six bits in K-quants with offsets, and codes four or five.
+    static F32 unit_of(F32 scale, F32 offset) {
+      constexpr float MOST = Kind::DEPTH == 8 ? 16 : 8;
+      const F32 size = vmax(scale, -scale), most = vmax(offset, -offset) * (1 / 256.0f);
+      const F32 ratio = size / most;
+      const F32 whole = as_floats(reinterpret_cast<const U32&>(ratio) & 0x7f800000);
+      const F32 unit = size / vmax(vmin(whole, F32{} + MOST), F32{} + 0x1p-14f);
+      return vmax(vmax(unit, most), F32{} + 0x1p-126f);  // if the scale is zero, or both
+    }
   };
 
-  struct Block {
-    int64_t index, first;  // the first word
-    const WeightStream<Dot::PLANES>& words;
-    const BlockScales& scales;
-    char* kept;
-  };
+ private:
+  static constexpr bool FIRST_UNPACKS = REGISTERS == 32;
+  static constexpr int64_t PADDED_ROWS = OATMILL_CODE_TILES ? SIDE : 1;
 
   static char* kept() {
     alignas(64) static thread_local char of_thread[MOST_BLOCK * COLUMNS];
@@ -236,6 +267,7 @@ struct BlockGemm {
         .first;
   }
 
+  // bytes: of a row in a block.
   static void sum_up(const int8_t* bytes, const BlockLayout& layout, int64_t spans, int32_t* starts, int32_t* sums) {
     const int64_t of_span = span_words(layout) * Kind::DEPTH, of_group = layout.group_words / span_words(layout);
     int32_t group[2] = {};
@@ -293,13 +325,11 @@ struct BlockGemm {
   template <int V>
   struct Unpacking : Packed<V> {
     char* kept;
-    int64_t first;
 
-    [[gnu::always_inline]] Unpacking(const Block& block, int column)
-        : Packed<V>(block, column), kept(block.kept), first(block.first) {}
+    [[gnu::always_inline]] Unpacking(const Block& block, int column) : Packed<V>(block, column), kept(block.kept) {}
     [[gnu::always_inline]] U32 load(int64_t k, int step, int v) const {
       const U32 numbers = Packed<V>::load(k, step, v);
-      store_as(place(kept, k - first, step, this->column + v * WIDTH), numbers);
+      store_as(place(kept, k, step, this->column + v * WIDTH), numbers);
       return numbers;
     }
   };
@@ -307,14 +337,12 @@ struct BlockGemm {
   template <int V>
   struct Unpacked : OneAtATime {
     const char* kept;
-    int64_t first;
     int column;
 
-    [[gnu::always_inline]] Unpacked(const Block& block, int column)
-        : kept(block.kept), first(block.first), column(column) {}
+    [[gnu::always_inline]] Unpacked(const Block& block, int column) : kept(block.kept), column(column) {}
     [[gnu::always_inline]] void prefetch(int64_t) const {}
     [[gnu::always_inline]] U32 load(int64_t k, int step, int v) const {
-      return load_as<U32>(place(kept, k - first, step, column + v * WIDTH));
+      return load_as<U32>(place(kept, k, step, column + v * WIDTH));
     }
   };
 
@@ -325,29 +353,28 @@ struct BlockGemm {
 
   static void unpack(const BlockGemmArgs& product, const Block& block) {
     constexpr int V = COLUMNS / WIDTH;
-    for (int64_t k = block.first; k < block.first + product.layout.block_words(); ++k) {
+    for (int64_t k = 0; k < product.layout.block_words(); ++k) {
       block.words.template prefetch<V>(k, 0);
 #pragma GCC unroll 12
       for (int v = 0; v < V; ++v) {
         const auto words = block.words.read(k, v * WIDTH);
 #pragma GCC unroll 4
         for (int step = 0; step < Dot::STEPS; ++step)
-          store_as(place(block.kept, k - block.first, step, v * WIDTH), Digits::unpacked(words, step));
+          store_as(place(block.kept, k, step, v * WIDTH), Digits::unpacked(words, step));
       }
     }
   }
 
   template <int R, int V, template <int> typename Weights>
-  static void multiply_block(const BlockGemmArgs& whole, const Block& of_tile, int64_t row, float* acc) {
-    const BlockGemmArgs product = whole;  // copies, of which the compiler knows that no store changes them
-    const Block block = of_tile;
+  static void multiply_block(const BlockGemmArgs& whole, const Block& block, int64_t row, float* acc) {
+    const BlockGemmArgs product = whole;  // a copy, of which the compiler knows that no store changes it
     const BlockInput& input = *product.rows_input;
-    const char* bytes = product.input + row * product.row_bytes;
+    const char* bytes = product.bytes(block.index, row);
     const int64_t words = span_words(product.layout), spans = product.layout.block_words() / words;
-    const int64_t pairs = product.layout.groups_of_block / 2, row_pairs = product.layout.blocks * pairs;
-    const int32_t* starts = input.starts.data() + row * product.spans + block.index * spans;
-    const int32_t* sums = input.sums.data() + row * row_pairs + block.index * pairs;
-    const float* scales = input.scales.data() + row * product.layout.blocks + block.index;
+    const int64_t pairs = product.layout.groups_of_block / 2, place = block.index * input.rows + row;
+    const int32_t* starts = input.starts.data() + place * spans;
+    const int32_t* sums = input.sums.data() + place * pairs;
+    const float* scales = input.scales.data() + place;
     for (int column = 0; column < COLUMNS; column += V * WIDTH) {
       const Weights<V> weights(block, column);
       I32 totals[R][V];
@@ -356,13 +383,12 @@ struct BlockGemm {
         typename Dot::Accumulator accumulators[R][V];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const auto started = Dot::started(starts[r * product.spans + span]);
+          const auto started = Dot::started(starts[r * spans + span]);
 #pragma GCC unroll 12
           for (int v = 0; v < V; ++v) accumulators[r][v] = started;
         }
-        const int64_t first = block.first + span * words;
-        accumulate_words<Dot>(bytes, product.row_bytes, first, first + words, weights, accumulators);
-        const int32_t* factors = block.scales.factors + span * COLUMNS + column;
+        accumulate_words<Dot>(bytes, product.row_bytes, span * words, (span + 1) * words, weights, accumulators);
+        const int32_t* factors = block.factors + span * COLUMNS + column;
 #pragma GCC unroll 12
         for (int v = 0; v < V; ++v) {
           const I32 factor = load_as<I32>(factors + v * WIDTH);
@@ -370,36 +396,18 @@ struct BlockGemm {
           for (int r = 0; r < R; ++r) add_scaled(accumulators[r][v], factor, totals[r][v]);
         }
       }
-      F32 scaled[R][V];
+      for (int64_t pair = 0; product.scales.offsets && pair < pairs; ++pair) {
+        const int32_t* offsets = block.offsets + pair * COLUMNS + column;
+        const auto sum_of = [&](int r) { return I32{} + sums[r * pairs + pair]; };
+        add_outer<PairSums>(sum_of, [&](int v) { return load_as<I32>(offsets + v * WIDTH); }, totals);
+      }
 #pragma GCC unroll 12
       for (int v = 0; v < V; ++v) {
-        const F32 scale = load_as<F32>(block.scales.scales + column + v * WIDTH);
+        const F32 unit = load_as<F32>(block.units + column + v * WIDTH);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) scaled[r][v] = __builtin_convertvector(totals[r][v], F32) * scale;
-      }
-      if (product.scales.offsets) {
-        I32 offsets[R][V];
-        make_zero(offsets);
-        for (int64_t pair = 0; pair < pairs; ++pair) {
-          const int32_t* factors = block.scales.offset_factors + pair * COLUMNS + column;
-          const auto sum_of = [&](int r) { return I32{} + sums[r * row_pairs + pair]; };
-          add_outer<PairSums>(sum_of, [&](int v) { return load_as<I32>(factors + v * WIDTH); }, offsets);
-        }
-#pragma GCC unroll 12
-        for (int v = 0; v < V; ++v) {
-          const F32 scale = load_as<F32>(block.scales.offset_scales + column + v * WIDTH);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r)
-            scaled[r][v] = fma(__builtin_convertvector(offsets[r][v], F32), scale, scaled[r][v]);
-        }
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const F32 scale = F32{} + scales[r * product.layout.blocks];
-#pragma GCC unroll 12
-        for (int v = 0; v < V; ++v) {
+        for (int r = 0; r < R; ++r) {
           float* to = acc + r * COLUMNS + column + v * WIDTH;
-          store(to, fma(scaled[r][v], scale, load_as<F32>(to)));
+          store(to, scaled_sum(totals[r][v], unit, F32{} + scales[r], load_as<F32>(to)));
         }
       }
     }

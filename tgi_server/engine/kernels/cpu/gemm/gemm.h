@@ -219,24 +219,26 @@ inline char* thread_accumulators() {
 template <typename Kernel, typename Task, typename T, typename Number>
 void run_gemm(const Task& product, const Epilogue<T>& epilogue, const std::vector<int64_t>* chosen,
               const Number& number) {
-  if constexpr (requires { Kernel::run(product, epilogue, chosen, number); })
-    return Kernel::run(product, epilogue, chosen, number);
-  constexpr int64_t EARLIER = 8;  // rows
-  const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : ceil_div(product.outputs, COLUMNS);
-  const int64_t chunk_rows = rows_per_task<Kernel>(product.rows, tiles), chunks = ceil_div(product.rows, chunk_rows);
-  const auto tile_at = [&](int64_t i) { return chosen ? (*chosen)[i] : i; };
-  parallel_for(tiles * chunks, [&](int64_t item, int64_t next) {
-    char* acc = thread_accumulators();
-    const int64_t chunk = item % chunks, tile = tile_at(item / chunks);
-    const int64_t begin = chunk * chunk_rows, end = std::min(begin + chunk_rows, product.rows);
-    for (int64_t row = begin; row < std::min(begin + EARLIER, end); ++row)
-      prefetch_row(product, epilogue, row, tile * COLUMNS);
-    multiply_tile<Kernel>(product, begin, end - begin, tile, tile_at(next / chunks), acc);
-    for (int64_t row = begin; row < end; ++row) {
-      if (row + EARLIER < end) prefetch_row(product, epilogue, row + EARLIER, tile * COLUMNS);
-      apply_epilogue(product, epilogue, acc + (row - begin) * TILE_WORD, row, tile * COLUMNS, number);
-    }
-  });
+  if constexpr (requires { Kernel::run(product, epilogue, chosen, number); }) {
+    Kernel::run(product, epilogue, chosen, number);
+  } else {
+    constexpr int64_t EARLIER = 8;  // rows
+    const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : ceil_div(product.outputs, COLUMNS);
+    const int64_t chunk_rows = rows_per_task<Kernel>(product.rows, tiles), chunks = ceil_div(product.rows, chunk_rows);
+    const auto tile_at = [&](int64_t i) { return chosen ? (*chosen)[i] : i; };
+    parallel_for(tiles * chunks, [&](int64_t item, int64_t next) {
+      char* acc = thread_accumulators();
+      const int64_t chunk = item % chunks, tile = tile_at(item / chunks);
+      const int64_t begin = chunk * chunk_rows, end = std::min(begin + chunk_rows, product.rows);
+      for (int64_t row = begin; row < std::min(begin + EARLIER, end); ++row)
+        prefetch_row(product, epilogue, row, tile * COLUMNS);
+      multiply_tile<Kernel>(product, begin, end - begin, tile, tile_at(next / chunks), acc);
+      for (int64_t row = begin; row < end; ++row) {
+        if (row + EARLIER < end) prefetch_row(product, epilogue, row + EARLIER, tile * COLUMNS);
+        apply_epilogue(product, epilogue, acc + (row - begin) * TILE_WORD, row, tile * COLUMNS, number);
+      }
+    });
+  }
 }
 
 // Calls work(first, last) for rows of `size` numbers, on several threads where that is worth it.

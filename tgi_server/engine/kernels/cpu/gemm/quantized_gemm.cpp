@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "gemm/block_amx.h"
 #include "gemm/block_gemm.h"
 #include "gemm/wna8.h"
 #include "gemm/wna16.h"
@@ -286,13 +287,17 @@ void run_blocks(const Linear& layer, const at::Tensor& x, const Finish& finish, 
     return run_quantized<Kind, Kernel>(layer, x, finish, tiles, output);
   by_dtype(x, [&]<typename T>(T*) {
     const BlockInput input = Blocks::prepare(x.const_data_ptr<T>(), rows, layer.inputs, layout);
-    const BlockGemmArgs product{{input.bytes.data, input.bytes.row_bytes,
+    const BlockGemmArgs product{{static_cast<const char*>(input.bytes.get()), layout.block_words() * Kind::DEPTH,
                                  static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth, layer.outputs},
                                 scales,
                                 layout,
                                 &input,
-                                depth / Blocks::span_words(layout),
                                 words * TILE_WORD};
+#if OATMILL_CODE_TILES
+    using Tiles = BlockAmx<Kind, typename Blocks::Codes>;
+    if constexpr (WIDTH == 16 && ADDS_FOUR)
+      if (Tiles::takes(product)) return finish_gemm<Tiles, T>(product, layer, finish, tiles, output);
+#endif
     finish_gemm<Blocks, T>(product, layer, finish, tiles, output);
   });
 }
