@@ -21,15 +21,16 @@
 
 namespace oatmill {
 
-#if OATMILL_CODE_TILES
+#if OATMILL_CODE_TILES && OATMILL_INT8 && defined(__AVX512BW__)
+#define OATMILL_BLOCK_AMX 1
 
 template <typename Kind, typename Digits>
 struct BlockAmx {
   using Blocks = BlockGemm<Kind, Digits>;
   using Block = typename Blocks::Block;
 
-  static bool takes(const BlockGemmArgs& product) {
-    return product.rows >= SIDE && product.row_bytes == BLOCK && code_tiles_permitted();
+  static bool takes(int64_t rows, const BlockLayout& layout) {
+    return rows >= SIDE && layout.block_words() * Kind::DEPTH == BLOCK && code_tiles_permitted();
   }
 
   // run_gemm for these.
@@ -90,20 +91,35 @@ struct BlockAmx {
         const Shorts offset =
             both_halves(block.offset(product, g, column)) - factor * static_cast<int16_t>(layout.zero);
         for (int64_t k = g * layout.group_words; k < (g + 1) * layout.group_words; ++k) {
-          block.words.template prefetch<1>(k, column);
+          if (third == 0) block.words.template prefetch<THIRDS>(k, 0);
           const auto words = block.words.read(k, column);
+          char* to = block.kept + third * 2 * DEPTH * TILE + k * Blocks::Dot::STEPS * SIDE_BYTES;
 #pragma GCC unroll 4
-          for (int step = 0; step < Blocks::Dot::STEPS; ++step) {
-            const U32 codes = Digits::unpacked(words, step), even = codes & 0x00ff00ff, odd = codes >> 8 & 0x00ff00ff;
+          for (int step = 0; step < Blocks::Dot::STEPS; ++step, to += SIDE_BYTES) {
+            const U32 codes = Digits::unpacked(words, step), even = codes & 0x00ff00ff;
             const Shorts first = reinterpret_cast<const Shorts&>(even) * factor + offset,
-                         second = reinterpret_cast<const Shorts&>(odd) * factor + offset;
-            const U32 a = reinterpret_cast<const U32&>(first), b = reinterpret_cast<const U32&>(second);
-            char* to = block.kept + third * 2 * DEPTH * TILE + (k * Blocks::Dot::STEPS + step) * SIDE_BYTES;
-            store_as(to, (a >> 8 & 0x00ff00ff) | (b & 0xff00ff00));
-            store_as(to + DEPTH * TILE, (a & 0x00ff00ff) | (b & 0x00ff00ff) << 8);
+                         second = upper_bytes(reinterpret_cast<const Shorts&>(codes)) * factor + offset;
+            store_as(to, in_turns(upper_bytes(first), second));
+            store_as(to + DEPTH * TILE, in_turns(first, second << 8));
           }
         }
       }
+  }
+
+  static Shorts upper_bytes(Shorts numbers) {
+    return reinterpret_cast<Shorts>(_mm512_srli_epi16(reinterpret_cast<__m512i>(numbers), 8));
+  }
+
+  // Returns the lower bytes of the first, and the upper ones of the second.
+  static __m512i in_turns(Shorts first, Shorts second) {
+    constexpr __mmask64 UPPER = 0xaaaaaaaaaaaaaaaa;
+    return _mm512_mask_blend_epi8(UPPER, reinterpret_cast<__m512i>(first), reinterpret_cast<__m512i>(second));
+  }
+
+  static constexpr int ACCUMULATORS = 3, WEIGHTS = 3, ROWS = 4;  // registers
+
+  static void load_rows(CodeTiles& tiles, const char* input) {
+    repeat<DEPTH>([&]<int K>() { tiles.template load<ROWS + K>(input + K * SIDE_BYTES, BLOCK); });
   }
 
   template <int COUNT, typename Work>
@@ -120,25 +136,24 @@ struct BlockAmx {
     F32 units[THIRDS];
     for (int third = 0; third < THIRDS; ++third) units[third] = load_f32(block.units + third * SIDE);
     const char* weights = block.kept;
-    multiply_rows<true, false>(tiles, input, weights, sums[0], sums[1], units, scales, acc);
+    load_rows(tiles, input);
+    multiply_rows<true, false>(tiles, input + (groups > 1) * SIDE * BLOCK, weights, sums[0], sums[1], units, scales,
+                               acc);
     for (int64_t g = 1; g < groups; ++g)
-      multiply_rows<true, true>(tiles, input + g * SIDE * BLOCK, weights, sums[g % 2], sums[1 - g % 2], units,
-                                scales + (g - 1) * SIDE, acc + (g - 1) * SIDE * COLUMNS);
+      multiply_rows<true, true>(tiles, input + std::min(g + 1, groups - 1) * SIDE * BLOCK, weights, sums[g % 2],
+                                sums[1 - g % 2], units, scales + (g - 1) * SIDE, acc + (g - 1) * SIDE * COLUMNS);
     multiply_rows<false, true>(tiles, input, weights, sums[groups % 2], sums[1 - groups % 2], units,
                                scales + (groups - 1) * SIDE, acc + (groups - 1) * SIDE * COLUMNS);
   }
 
-  // MULTIPLIES: SIDE rows. SCALES: the sums of those before; scales and acc are theirs. The last of these sums leaves
-  // its tile here, since a store waits long for products.
+  // Registers: three sums, of which one leaves while the next is added up; a tile of weights; SIDE rows of the block.
+  // MULTIPLIES: these rows; next: those that are loaded then. SCALES: the sums of the rows before; scales and acc are
+  // theirs. The last of these sums leaves its tile here, since a store waits long for products.
   template <bool MULTIPLIES, bool SCALES>
-  [[gnu::always_inline]] static void multiply_rows(CodeTiles& tiles, const char* input, const char* weights, Sums& sums,
+  [[gnu::always_inline]] static void multiply_rows(CodeTiles& tiles, const char* next, const char* weights, Sums& sums,
                                                    Sums& before, const F32 (&units)[THIRDS], const float* scales,
                                                    float* acc) {
-    constexpr int ROWS = 4, WEIGHTS = 3, ACCUMULATORS = 3, PRODUCTS = SUMS * DEPTH, FIRST = 4;
-    if constexpr (MULTIPLIES)
-      repeat<DEPTH>([&]<int K>() __attribute__((always_inline)) {
-        tiles.template load<ROWS + K>(input + K * SIDE_BYTES, BLOCK);
-      });
+    constexpr int PRODUCTS = SUMS * DEPTH, FIRST = 4;
     repeat<PRODUCTS>([&]<int I>() __attribute__((always_inline)) {
       constexpr int SUM = I / DEPTH, K = I % DEPTH, BEFORE = (SUM + SUMS - 1) % SUMS;
       if constexpr (MULTIPLIES) {
@@ -146,6 +161,7 @@ struct BlockAmx {
         tiles.template load<WEIGHTS>(weights + I * TILE, SIDE_BYTES);
         tiles.template add<SUM % ACCUMULATORS, ROWS + K, WEIGHTS,
                            std::conditional_t<SUM % 2 == 0, HighBytes, CodeBytes>>();
+        if constexpr (SUM == SUMS - 1) tiles.template load<ROWS + K>(next + K * SIDE_BYTES, BLOCK);
       }
       if constexpr (K == 2 && (SUM == 0 ? SCALES : MULTIPLIES))
         tiles.template store<BEFORE % ACCUMULATORS>(SUM == 0 ? before[BEFORE] : sums[BEFORE], SIDE_BYTES);
@@ -164,6 +180,8 @@ struct BlockAmx {
   }
 };
 
+#else
+#define OATMILL_BLOCK_AMX 0
 #endif
 
 }  // namespace oatmill

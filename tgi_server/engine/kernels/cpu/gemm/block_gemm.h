@@ -46,7 +46,7 @@ struct BlockLayout {
 // starts, the first values of accumulators, [blocks, rows, spans of a block]; and sums, of the inputs of two groups in
 // the halves of a word, [blocks, rows, groups of a block / 2].
 struct BlockInput {
-  int64_t rows;  // as many as tiles take at once
+  int64_t rows;  // with those that fill the last tile
   c10::DataPtr bytes;
   std::vector<float> scales;
   std::vector<int32_t> starts, sums;
@@ -147,10 +147,12 @@ struct BlockGemm {
 
   static int64_t span_words(const BlockLayout& layout) { return std::min(layout.group_words, Dot::MOST_WORDS); }
 
+  // tiled: for block_amx.h, which takes SIDE rows at once, and needs no sums.
   template <typename T>
-  static BlockInput prepare(const T* from, int64_t rows, int64_t inputs, const BlockLayout& layout) {
-    const int64_t of_block = layout.block_words() * Kind::DEPTH, room = ceil_div(rows, PADDED_ROWS) * PADDED_ROWS;
-    const int64_t spans = layout.block_words() / span_words(layout), pairs = layout.groups_of_block / 2;
+  static BlockInput prepare(const T* from, int64_t rows, int64_t inputs, const BlockLayout& layout, bool tiled) {
+    const int64_t of_block = layout.block_words() * Kind::DEPTH, room = tiled ? ceil_div(rows, SIDE) * SIDE : rows;
+    const int64_t spans = tiled ? 0 : layout.block_words() / span_words(layout);
+    const int64_t pairs = tiled ? 0 : layout.groups_of_block / 2;
     BlockInput input{room, c10::GetCPUAllocator()->allocate(layout.blocks * room * of_block),
                      std::vector<float>(layout.blocks * room), std::vector<int32_t>(layout.blocks * room * spans),
                      std::vector<int32_t>(layout.blocks * room * pairs)};
@@ -161,7 +163,8 @@ struct BlockGemm {
           const int64_t place = b * room + r;
           int8_t* bytes = to + place * of_block;
           input.scales[place] = round_to_bytes(from + r * inputs + b * of_block, of_block, bytes);
-          sum_up(bytes, layout, spans, &input.starts[place * spans], &input.sums[place * pairs]);
+          if (!tiled)
+            sum_up(bytes, layout, spans, input.starts.data() + place * spans, input.sums.data() + place * pairs);
         }
     });
     return input;
@@ -249,8 +252,6 @@ struct BlockGemm {
 
  private:
   static constexpr bool FIRST_UNPACKS = REGISTERS == 32;
-  static constexpr int64_t PADDED_ROWS = OATMILL_CODE_TILES ? SIDE : 1;
-
   static char* kept() {
     alignas(64) static thread_local char of_thread[MOST_BLOCK * COLUMNS];
     return of_thread;

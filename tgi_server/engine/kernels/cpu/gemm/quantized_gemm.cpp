@@ -285,19 +285,22 @@ void run_blocks(const Linear& layer, const at::Tensor& x, const Finish& finish, 
       Blocks::layout(scales, codes.starts.const_data_ptr<int32_t>(), groups, codes.scales.size(1), depth);
   if (layout.blocks == 0 || codes.order || layer.inputs != depth * Kind::DEPTH)
     return run_quantized<Kind, Kernel>(layer, x, finish, tiles, output);
+#if OATMILL_BLOCK_AMX
+  using Tiles = BlockAmx<Kind, typename Blocks::Codes>;
+  const bool tiled = Tiles::takes(rows, layout);
+#else
+  using Tiles = Blocks;
+  const bool tiled = false;
+#endif
   by_dtype(x, [&]<typename T>(T*) {
-    const BlockInput input = Blocks::prepare(x.const_data_ptr<T>(), rows, layer.inputs, layout);
+    const BlockInput input = Blocks::prepare(x.const_data_ptr<T>(), rows, layer.inputs, layout, tiled);
     const BlockGemmArgs product{{static_cast<const char*>(input.bytes.get()), layout.block_words() * Kind::DEPTH,
                                  static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth, layer.outputs},
                                 scales,
                                 layout,
                                 &input,
                                 words * TILE_WORD};
-#if OATMILL_CODE_TILES
-    using Tiles = BlockAmx<Kind, typename Blocks::Codes>;
-    if constexpr (WIDTH == 16 && ADDS_FOUR)
-      if (Tiles::takes(product)) return finish_gemm<Tiles, T>(product, layer, finish, tiles, output);
-#endif
+    if (tiled) return finish_gemm<Tiles, T>(product, layer, finish, tiles, output);
     finish_gemm<Blocks, T>(product, layer, finish, tiles, output);
   });
 }
