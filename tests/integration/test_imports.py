@@ -76,27 +76,3 @@ assert dir(lean) == dir(found)
 @pytest.mark.slow
 def test_a_shard_knows_all_models_of_transformers() -> None:
     subprocess.run([sys.executable, "-c", LEAN], check=True, timeout=60)
-
-
-WITHOUT_META = """
-import sys
-from tgi_server.shard.lean_imports import lean_imports
-
-with lean_imports():
-    from tgi_server.shard import server
-assert "torch" in sys.modules
-assert "torch._refs" not in sys.modules, "a third of what torch imports, which later starts do not need"
-
-import torch
-from tgi_server.engine.checkpoint.fill import on_no_device
-
-with on_no_device():
-    wanted = torch.ones(2, 3).new_empty_strided((2, 3), (3, 1))
-assert torch.cdist(wanted, wanted).shape == (2, 2)
-assert "torch._refs" in sys.modules
-"""
-
-
-@pytest.mark.slow
-def test_a_shard_imports_operators_on_no_device_with_the_first_model_that_is_made_there() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_META], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Imports torch and `transformers` without the slow parts of torch that serving does not need."""
+"""Imports `transformers` without the slow parts of torch that serving does not need."""
 
 import importlib
 import logging
@@ -9,24 +9,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shared.gpus import has_gpu
-
 logger = logging.getLogger(__name__)
 
 _DYNAMO = "torch._dynamo"
 _MASKS = f"{_DYNAMO}._trace_wrapped_higher_order_op"
-_META = "torch._meta_registrations"
 
 
 @contextmanager
 def lean_imports(*, whole: bool = False) -> Iterator[None]:
     """Imports `transformers` without `torch._dynamo` and `torch.distributed.tensor`, and scans its models' files once.
 
-    On CPUs torch is imported without its operators in Python for the device "meta", which `checkpoint/fill.py` imports
-    before it makes a model there.
-
-    whole: True imports `torch.distributed.tensor` and those operators as well. Without the former, `transformers`
-    cannot run a model on several processes in this process.
+    whole: True imports `torch.distributed.tensor` as well. Without it, `transformers` cannot run a model on several
+    processes in this process.
 
     `transformers` needs the first only for decorators of `torch.compile`, and the second for its own tensor
     parallelism. Both can be imported later as usual. If a release of `transformers` cannot be imported in this way, it
@@ -35,8 +29,6 @@ def lean_imports(*, whole: bool = False) -> Iterator[None]:
     if "transformers" in sys.modules or _DYNAMO in sys.modules:
         yield
         return
-    if not whole and "torch" not in sys.modules and not has_gpu():
-        _import_torch()
     sys.modules.update({_DYNAMO: _dynamo(), _MASKS: _masks()})
     try:
         for name in ("utils.import_utils", "utils"):
@@ -55,14 +47,6 @@ def lean_imports(*, whole: bool = False) -> Iterator[None]:
         yield
     finally:
         _remove_stand_ins()
-
-
-def _import_torch() -> None:
-    sys.modules[_META] = ModuleType(_META)
-    try:
-        importlib.import_module("torch")
-    finally:
-        del sys.modules[_META]
 
 
 def _remove_stand_ins() -> None:

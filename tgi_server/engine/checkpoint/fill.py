@@ -1,6 +1,5 @@
 """Fills a model of `transformers` with tensors, and knows the names that it gives those of a checkpoint."""
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -22,18 +21,11 @@ class _RangesOnHost(TorchFunctionMode):
         return func(*args, **(kwargs or {}) | ({"device": HOST} if func is torch.arange else {}))
 
 
-def on_no_device() -> torch.device:
-    """Returns the device "meta", with the operators in Python that a shard has imported torch without."""
-    importlib.import_module("torch._meta_registrations")
-    return torch.device("meta")
-
-
 def _made(make: Callable[[], T]) -> T:
     """Makes a model without random numbers and, where it can, without ranges on the device "meta".
 
     For both torch would import sympy, which takes more than a second.
     """
-    on_no_device()
     with no_init_weights():
         try:
             with _RangesOnHost():
@@ -44,7 +36,7 @@ def _made(make: Callable[[], T]) -> T:
 
 def empty_model(factory: Any, config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
     """Returns a model on no device. factory: a class of `transformers` that has `from_config`."""
-    with on_no_device():
+    with torch.device("meta"):
         model: PreTrainedModel = _made(lambda: factory.from_config(config, trust_remote_code=trust_remote_code))
     model.tie_weights(recompute_mapping=False)
     return model

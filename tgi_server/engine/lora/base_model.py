@@ -8,13 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from tgi_server.engine.checkpoint.fill import by_model_names, name_in_model, on_no_device
+from tgi_server.engine.checkpoint.fill import by_model_names, name_in_model
 from tgi_server.engine.checkpoint.load_model import model_factory, without_quantization
 from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
 from tgi_server.engine.checkpoint.reader import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
@@ -101,7 +102,7 @@ class BaseModel:
         """Describes the model in a folder, without reading weights. config: the folder's config, unchanged."""
         plain = without_quantization(config)
         factory = model_factory(config)
-        with on_no_device():
+        with torch.device("meta"):
             model = factory.from_config(plain, trust_remote_code=trust_remote_code)
             image_layers = _image_layers(plain, model)
         paths = {id(module): path for path, module in model.named_modules()}
