@@ -82,6 +82,8 @@ _LLAMA_360M = LlamaConfig(
 )
 # The same with the vocabulary of Llama 3.
 _LLAMA_360M_128K = LlamaConfig(**(_LLAMA_360M.to_diff_dict() | {"vocab_size": 128256}))
+# The same with positions for the longest of the public loads.
+_LLAMA_360M_16K = LlamaConfig(**(_LLAMA_360M.to_diff_dict() | {"max_position_embeddings": 16384}))
 # The shape of TinyLlama 1.1B.
 _LLAMA_1B = LlamaConfig(
     vocab_size=32000,
@@ -171,6 +173,7 @@ MODELS = {
     "opt-125m": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>")),
     "llama-360m": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>")),
     "llama-360m-128k": SyntheticModel(_LLAMA_360M_128K, ("<unk>", "<s>", "</s>")),
+    "llama-360m-16k": SyntheticModel(_LLAMA_360M_16K, ("<unk>", "<s>", "</s>")),
     "opt-125m-copying": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>"), copies=True),
     "llama-360m-copying": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>"), copies=True),
     "llama-1.1b": SyntheticModel(_LLAMA_1B, ("<unk>", "<s>", "</s>")),

@@ -16,7 +16,7 @@ from benchmarks.synthetic import MODELS, SyntheticModel, write_model
 from benchmarks.synthetic_tokenizer import build_tokenizer
 from benchmarks.synthetic_vision import PROCESSOR, SMOLVLM_500M, SPECIAL_TOKENS
 from benchmarks.words import text
-from benchmarks.workloads import GREETING
+from benchmarks.workloads import GREETING, WORKLOADS
 
 # The text that stands for an image in a prompt, in a process without torch.
 _PROCESSED = """
@@ -45,6 +45,11 @@ def test_special_tokens_have_the_ids_of_the_configuration(tokenizer: Tokenizer) 
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (1, 2, 2)
     assert tokenizer.id_to_token(config.eos_token_id) == "</s>"
     assert tokenizer.id_to_token(config.pad_token_id) == "<pad>"
+
+
+def test_one_model_has_positions_for_every_load() -> None:
+    longest = max(load.length for load in WORKLOADS.values())
+    assert MODELS["llama-360m-16k"].config.max_position_embeddings >= longest
 
 
 def test_the_greeting_has_nine_tokens(tokenizer: Tokenizer) -> None:
