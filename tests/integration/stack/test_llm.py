@@ -19,12 +19,6 @@ PROMPT = "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n"
 # For any call, on a machine that has much else to do.
 SECONDS = 180
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(3 * SECONDS),
-    pytest.mark.skipif(not URL, reason="LLM_FUNCTIONALITIES_URL does not say where the stack runs"),
-]
-
 METHODS = {
     f"{service.name}/{method.name}": method
     for service in llm_pb2.DESCRIPTOR.services_by_name.values()
@@ -113,13 +107,21 @@ REFUSED = {"LLMEmbeddings/Embed", "LLMEmbeddings/Rerank"}
 
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(str(URL)) as channel:
+    if not URL:
+        pytest.skip("LLM_FUNCTIONALITIES_URL does not say where the stack runs")
+    with grpc.insecure_channel(URL) as channel:
         runner = LLMRunnerStub(channel)
         # The service may still be finding out that the model is back.
         until(lambda: bool(runner.call_model(PROMPTED, timeout=SECONDS, wait_for_ready=True).text), SECONDS)
         yield channel
 
 
+def test_every_method_has_a_call() -> None:
+    assert CALLS.keys() == METHODS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * SECONDS)
 @pytest.mark.parametrize("name", METHODS)
 def test_llm_answers_in_every_method(channel: grpc.Channel, name: str) -> None:
     """The model may have nothing of use to say; that it was not there, or refused what it can do, is no excuse."""
@@ -135,6 +137,8 @@ def test_llm_answers_in_every_method(channel: grpc.Channel, name: str) -> None:
     assert len(responses) >= 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3 * SECONDS)
 def test_llm_answers_a_batch_in_order(channel: grpc.Channel) -> None:
     prompts = [PROMPT, "### Instruction:\nSay hello.\n\n### Response:\n", PROMPT]
     request = llm_pb2.ModelBatchRequest(formatted_prompts=prompts, max_tokens=20, timeout=SECONDS * 1000)
