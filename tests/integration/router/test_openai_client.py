@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -14,8 +15,20 @@ TEXT = "Rinse the rice. Then boil it."
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
+_clients: list[AsyncOpenAI] = []
+
+
 def client(router: Router, key: str = "none") -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{router.url}/v1", api_key=key, max_retries=0)
+    _clients.append(AsyncOpenAI(base_url=f"{router.url}/v1", api_key=key, max_retries=0))
+    return _clients[-1]
+
+
+@pytest.fixture(autouse=True)
+async def clients_are_closed() -> AsyncIterator[None]:
+    """An open client would be closed in the event loop of a later test, in which its connections fail."""
+    yield
+    while _clients:
+        await _clients.pop().close()
 
 
 async def test_a_conversation(router: Router):
