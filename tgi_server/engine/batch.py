@@ -52,7 +52,7 @@ class RunningBatch:
     """
 
     def __init__(self, batch_id: int, runner: Runner, sampler: Sampler, max_size: int, cheap_tokens: int) -> None:
-        """cheap_tokens: the most tokens for which a step takes about as long as for one."""
+        """cheap_tokens: maximum number of tokens for which a step takes about as long as for one."""
         self.id = batch_id
         self.rows: list[RunningSequence] = []
         self.prefilling: dict[int, RunningSequence] = {}
@@ -69,7 +69,7 @@ class RunningBatch:
         return request_id in self._row_of or request_id in self.prefilling
 
     def holds(self, sequence: RunningSequence) -> bool:
-        """Returns True if this very sequence is here, and not one that came back under its id."""
+        """Returns True if this object is in the batch; False for another sequence with the same request id."""
         row = self._row_of.get(sequence.request_id)
         return (self.prefilling.get(sequence.request_id) if row is None else self.rows[row]) is sequence
 
@@ -77,7 +77,7 @@ class RunningBatch:
         return [*self._row_of, *self.prefilling]
 
     def join(self, sequence: RunningSequence) -> None:
-        """Raises InvalidCall when the request is there already, or the batch is full."""
+        """Adds a sequence. Raises InvalidCall if its request is in the batch already, or if the batch is full."""
         if sequence.request_id in self:
             raise InvalidCall(f"request {sequence.request_id} is in the batch already")
         if len(self) >= self._max_size:
@@ -170,7 +170,7 @@ class RunningBatch:
         self.drop([request_id for request_id in self.request_ids() if request_id not in keep])
 
     def drop(self, request_ids: Iterable[int]) -> None:
-        """Forgets these sequences, as far as they are there."""
+        """Forgets these sequences. Ids that are not in the batch are ignored."""
         rows = len(self.rows)
         for request_id in request_ids:
             if request_id in self.prefilling:

@@ -1,7 +1,7 @@
 """Models that read texts and write none: embeddings of texts, and scores of texts or of pairs.
 
-The forward pass is that of `transformers`. What sentence-transformers' files say beside it (pooling, dense layers,
-normalisation) is done here.
+The forward pass is that of `transformers`. The other steps that the files of sentence-transformers name (pooling, dense
+layers, normalisation) are done here.
 """
 
 import inspect
@@ -40,7 +40,7 @@ from tgi_server.grammar.tokenizer import read_definition
 
 logger = logging.getLogger(__name__)
 
-# The order is that in which sentence-transformers puts them side by side.
+# In the order in which sentence-transformers concatenates their results.
 _POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _LEGACY_POOLINGS = {
     "pooling_mode_cls_token": "cls",
@@ -50,10 +50,10 @@ _LEGACY_POOLINGS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# The folders of sentence-transformers' modules that are known, by the last part of their types.
+# The modules of sentence-transformers that are known: the last part of their types.
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU}
-# The marks of conversations in the form of Qwen3-Reranker, which answers yes or no.
+# Marks a conversation in the form of Qwen3-Reranker, which answers yes or no.
 _CONVERSATION = "<|im_start|>"
 # A batch of texts with this many tokens is closed rather than filled with texts that are much shorter.
 _ENOUGH_TOKENS = 512
@@ -188,16 +188,16 @@ _CLASSIFIER: Any = AutoModelForSequenceClassification
 
 
 def finished(values: Tensor, dimensions: int, *, unit: bool) -> Tensor:
-    """Returns embeddings with their first dimensions only, 0: all, and of length 1 if that is requested."""
+    """Returns the first `dimensions` elements of embeddings (0: all), scaled to length 1 if `unit`."""
     values = values[:, :dimensions] if dimensions else values
     return normalize(values, dim=1) if unit else values
 
 
 class _Modules:
-    """The modules of sentence-transformers after the model: pooling and dense layers. A request says if embeddings get
-    the length 1, also where the files have the module `Normalize`, as in Text Embeddings Inference.
+    """The modules of sentence-transformers after the model: pooling and dense layers. `Normalize` is ignored: a request
+    decides if embeddings are scaled to length 1, as in Text Embeddings Inference.
 
-    Without its files a decoder's last token is the embedding, and the mean of all tokens for other models.
+    Without these files the embedding is that of the last token for decoders, and the mean of all tokens otherwise.
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
@@ -309,7 +309,7 @@ def _load(kind: Any, config: EngineConfig, model_config: PretrainedConfig, dtype
 
 
 def _yes_or_no(folder: Path, model: PreTrainedModel) -> Tensor:
-    """Returns the row of the head for yes less that for no, [1, hidden_size]. Raises UnsupportedModel."""
+    """Returns the difference of the head's rows for yes and no, [1, hidden_size]. Raises UnsupportedModel."""
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_str(read_definition(folder)) if file.is_file() else None
     yes, no, mark = (
@@ -343,7 +343,7 @@ def _is_decoder(config: PretrainedConfig) -> bool:
 
 
 def _most_tokens(folder: Path, config: PretrainedConfig) -> int:
-    """Returns the most tokens of a text: the least that the model's files say."""
+    """Returns the maximum number of tokens of a text: the smallest limit in the model's files, or 512."""
     said = [
         family_of(config).positions(config),
         _read(folder / "sentence_bert_config.json", {}).get("max_seq_length"),

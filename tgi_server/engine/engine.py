@@ -60,7 +60,7 @@ class Engine:
         """Loads the model. Raises an EngineError that says what is wrong with the folder.
 
         model: one that is on the device already, in evaluation mode; it is changed, and nothing else may use it after.
-        It reads no images: those weights would be in a folder.
+        It reads no images, since the weights of a vision tower come from a folder.
         """
         started = time.perf_counter()
         share_cores(config.group.sharing_cores if config.group else 1)
@@ -127,7 +127,7 @@ class Engine:
         if self.tower is not None:
             self.tower.clear()
             image_bytes = self.tower.memory
-        if self._backend.fixed_memory:  # and kernels are compiled
+        if self._backend.fixed_memory:  # kernels are compiled at their first use, too
             sample = self._rehearse_sampling
             if adapter_bytes or self.adapters.attached:
                 self.adapters.warm_up()
@@ -226,7 +226,7 @@ class Engine:
 
     @property
     def capacity(self) -> CacheCapacity:
-        """The room that the last warm-up found. Raises InvalidCall before the first one."""
+        """The capacity that the last warm-up found. Raises InvalidCall before the first one."""
         if self._capacity is None:
             raise InvalidCall("warm up before the first step")
         return self._capacity
@@ -237,7 +237,7 @@ class Engine:
         return tuple(self._runner.fallbacks)
 
     def prefix_store(self) -> PrefixStore:
-        """Returns what writes KV blocks and snapshots into files, until the next warm-up. Raises InvalidCall."""
+        """Returns a store of KV blocks and snapshots, valid until the next warm-up. Raises InvalidCall."""
         return PrefixStore(self._runner, self.info)
 
     @property

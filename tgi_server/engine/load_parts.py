@@ -29,7 +29,7 @@ from tgi_server.grammar.tokenizer import has_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Packed weights that take long enough to write that requests are served meanwhile.
+# From this size on, packed weights are written to disk in the background, while requests are served.
 _LARGE_BYTES = 256 << 20
 
 
@@ -87,8 +87,8 @@ class EngineParts:
 def load_parts(config: EngineConfig, model: PreTrainedModel | None = None) -> EngineParts:
     """Loads the parts of an engine. Raises an EngineError that says what is wrong with the folder.
 
-    model: one that is on the device already; None: the folder's. Nothing else of the folder is loaded beside a model
-    that is given, so it reads no images.
+    model: a model that is on the device already; None: the folder's. With a given model nothing else is loaded from
+    the folder, so it reads no images.
     """
     if model is None:
         folder = ModelFolder.read(config.model_path, trust_remote_code=config.trust_remote_code)

@@ -14,8 +14,8 @@ from threading import Lock, Thread
 import torch
 from torch import Tensor
 
-HOST = torch.device("cpu")  # where tensors lie in this process's own memory
-# Bytes that are worth a call to return them to the system: a share of all so far, between these bounds.
+HOST = torch.device("cpu")  # of tensors in this process's own memory
+# Deferred bytes that are worth a call to return them to the system: a share of all so far, between these bounds.
 _LEAST_DEFERRED, _MOST_DEFERRED, _DEFERRED_SHARE = 32 << 20, 256 << 20, 1 / 32
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
@@ -55,7 +55,7 @@ def low_mmap_threshold() -> Iterator[None]:
     """Gives each tensor of a MiB or more, allocated in the block, pages of its own, which are unmapped with it.
 
     The C library (glibc) would place them among smaller ones, which leaves hundreds of MB of gaps while weights are
-    packed. After the block it does so, since what a pass computes is of the same few sizes.
+    packed. After the block it does so again: the tensors of forward passes have few sizes, so gaps are reused.
     """
     set_option = getattr(_LIBC, "mallopt", lambda *_: None)
     set_option(_MMAP_THRESHOLD, 1 << 20)
@@ -67,22 +67,22 @@ def low_mmap_threshold() -> Iterator[None]:
 
 
 def give_back(address: int, size: int) -> None:
-    """Returns the whole pages among some bytes to the system. Read again, they are zeros, or what their file has."""
+    """Returns the whole pages in a range to the system. They read as zeros, or as the contents of their file, then."""
     start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end:
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def resident_bytes() -> int:
-    """Returns how much memory this process holds."""
+    """Returns the bytes of this process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def forget_pages(tensors: Iterable[Tensor]) -> None:
-    """Gives the pages back to the system in which tensors of a file lie that were read and not changed.
+    """Returns the pages of tensors in mapped files to the system. The tensors must not have been changed.
 
-    They count as this process's as long as anything of the file is in use. A tensor that is read again comes from the
-    file again; one that lies in no file keeps its memory.
+    Otherwise these pages would count as this process's memory as long as the file is mapped. A tensor that is used
+    again is read from the file again; a tensor in no file keeps its memory.
     """
     files = _mapped_files()
     for tensor in tensors:
@@ -92,7 +92,7 @@ def forget_pages(tensors: Iterable[Tensor]) -> None:
 class DeferredFree:
     """Tensors that are not needed any more, whose memory is returned to the system many at a time.
 
-    Each return takes milliseconds, the more the more memory there is, and a model may have tens of thousands of
+    Each return takes milliseconds, more if the process holds more memory, and a model may have tens of thousands of
     tensors.
     """
 
@@ -119,7 +119,7 @@ class DeferredFree:
 
 
 def read_once(tensor: Tensor, rows: int) -> Iterator[Tensor]:
-    """Yields a tensor in pieces of `rows` rows, and forgets the pages of a file in which they lie before the next."""
+    """Yields a tensor in pieces of `rows` rows. Before the next piece it forgets the pages of a file with the last."""
     files = _mapped_files()
     for part in tensor.split(rows):
         yield part
@@ -135,7 +135,7 @@ def _forget_pages(tensor: Tensor, files: Sequence[tuple[int, int]]) -> None:
 
 
 def forget_file(path: Path) -> None:
-    """Gives the pages of a mapped file back to the system; what is read again comes from the file again."""
+    """Returns the pages of a mapped file to the system; tensors that are used again are read from the file again."""
     for first, last in _mapped_files(str(path)):
         give_back(first, last - first)
 
@@ -155,9 +155,9 @@ def _mapped_files(path: str = "") -> list[tuple[int, int]]:
 
 
 def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = False) -> Tensor:
-    """Returns zeros in pages of their own, which are taken when they are written, and freed with the tensor.
+    """Returns zeros in pages of their own, which are allocated when they are written, and freed with the tensor.
 
-    large_pages: as large as the system has, for a tensor that is read a little here and a little there.
+    large_pages: use the system's largest pages, for a tensor that is read in small pieces at scattered places.
     """
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
@@ -169,9 +169,9 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = Fa
 
 
 class PageReserve:
-    """Takes the pages of mapped memory before they are written, a little of each tensor in turn.
+    """Allocates the pages of mapped memory before they are written, 2 MiB of each tensor in turn.
 
-    To take a page can cost more than to write it, above all in a virtual machine, whose host may have to find it first.
+    Allocating a page can take longer than writing it, above all in a virtual machine, whose host may lack free pages.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -183,15 +183,15 @@ class PageReserve:
         self._lock = Lock()
 
     def restart(self) -> None:
-        """Notes that all pages have been given back."""
+        """Notes that all pages have been returned to the system."""
         with self._lock:
             self._next, self._ahead = 0, 0
 
     def take(self, limit: int, seconds: float = math.inf) -> None:
-        """Takes the first `limit` bytes of each tensor, or as much as it can in `seconds`.
+        """Allocates the first `limit` bytes of each tensor, or as many as it can in `seconds`.
 
-        As many threads as torch has do so: a host takes its time for each of them alone. Each takes a piece at least,
-        which is 2 MiB of a tensor.
+        It uses as many threads as torch has, since each of them waits for the host on its own. Each thread allocates at
+        least one piece, which is 2 MiB of a tensor.
         """
         if self._is_taken(limit):
             return
@@ -229,7 +229,7 @@ class PageReserve:
         return self._next == len(self._pieces) or self._pieces[self._next][0] >= limit
 
     def _take_piece(self, limit: int) -> bool:
-        """Returns False if there was none left."""
+        """Allocates the next piece. Returns False if none was left."""
         with self._lock:
             if self._is_taken(limit):
                 return False
@@ -243,14 +243,14 @@ class PageReserve:
 
 
 _PIECE_BYTES = 2 << 20
-# The time between two pieces in the background, in times of a piece: a step waits for the slowest of its threads, which
-# is the one whose core this takes.
+# Pause between two pieces in the background, as a multiple of the time for a piece. A step waits for the slowest of its
+# threads, and the background thread slows down the one with which it shares a core.
 _RESTS = 4
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def _take_pages(address: int, length: int) -> bool:
-    """Takes the pages at an address. Returns False if the system has no call for that."""
+    """Allocates the pages at an address. Returns False if the system has no call for that."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     result: int = _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + length - start), _MADV_POPULATE_WRITE)
     return result == 0

@@ -24,13 +24,13 @@ _MOST_PIECES = 1024
 
 
 class TensorFiles:
-    """Files with rows of tensors: entry `i` of a file has what the i-th of the given rows has in all tensors.
+    """Stores rows of tensors in files. Entry `i` of a file contains the i-th of the stored rows, from all tensors.
 
-    Rows that are written to or read must not be used by anything else meanwhile; others may be.
+    While rows are stored or loaded nothing else may use them; other rows may be in use.
     """
 
     def __init__(self, tensors: Sequence[Tensor], facts: object = ()) -> None:
-        """tensors: [rows, ...] each, in host memory, contiguous. facts: all else that the contents depend on."""
+        """tensors: [rows, ...] each, in host memory, contiguous. facts: everything that the contents depend on."""
         tensors = [tensor for tensor in tensors if tensor[:1].numel()]
         shapes = [(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors]
         self.layout = hashlib.blake2b(repr((facts, shapes)).encode(), digest_size=DIGEST_BYTES).digest()
@@ -62,8 +62,8 @@ class TensorFiles:
     def load(self, path: Path, first: int, digests: Sequence[bytes], rows: Sequence[int]) -> int:
         """Reads the entries from number `first` on into rows. Returns their bytes.
 
-        Raises UnusableFile, also if the entries are not those with these digests, and OSError; the contents of the rows
-        are undefined then.
+        Raises OSError, and UnusableFile if the file is damaged or its entries have other digests. The contents of the
+        rows are undefined after an error.
         """
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -93,7 +93,7 @@ class TensorFiles:
 class PrefixStore:
     """Files with KV blocks of the running model, and files with snapshots of its states.
 
-    blocks: takes numbers of blocks for rows. snapshots: takes slots for rows; None: sequences have no states.
+    blocks: files whose rows are KV blocks. snapshots: files whose rows are slots; None: sequences have no states.
     """
 
     def __init__(self, runner: Runner, info: LoadedModel) -> None:
@@ -115,7 +115,7 @@ class PrefixStore:
     def store(self, path: Path, before: bytes, digests: Sequence[bytes], blocks: Sequence[int], snapshot: int) -> int:
         """Writes blocks, or a snapshot if that is not 0, into a file. Returns its bytes.
 
-        path: to which the rank is added. Raises OSError, and InvalidCall for blocks that do not exist.
+        path: the file; the rank is added to its name. Raises OSError, and InvalidCall for blocks that do not exist.
         """
         files, rows = self._rows(blocks, snapshot)
         return files.store(file_of(path, self._rank), before, digests, rows)
@@ -138,7 +138,7 @@ class PrefixStore:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor, which stays as long as this does."""
+    """Returns a view of a contiguous tensor's bytes, which keeps the tensor alive."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

@@ -1,4 +1,4 @@
-"""Runs two ways of computing the same beside each other and compares them: so a model's kernels are chosen at load."""
+"""Computes the same thing in two ways and compares the results. Kernels that fail this at load are not used."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgi_server.engine.errors import PeerLost, UnsupportedModel
 
-# The share of its norm by which a result may differ from the known one, by what is computed and its dtype.
+# Maximum difference from the known result, as a share of its norm, by what is computed and by dtype.
 TOLERANCES = {
     "norm": {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
     "kernel": {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2},
@@ -30,11 +30,11 @@ def fault_of(
     allowance: float = 0.0,
     measure: Callable[[Tensor, Tensor], float] | None = None,
 ) -> str | None:
-    """Returns why something must not be used, in words; None if its results are right in all cases.
+    """Returns the reason why something must not be used; None if its results are right in all cases.
 
-    name: in words, what computes. cases: computes both results, one case after the other; whatever it raises is a
-    fault, too. kind: a row of TOLERANCES, by the known result's dtype. allowance: is added to that. measure: returns
-    the difference of a result from the known one; None: `relative_error`.
+    name: description of what computes. cases: computes both results, one case after the other; an exception from it is
+    a fault, too. kind: the row of TOLERANCES. allowance: additional tolerance. measure: returns the difference of a
+    result from the known one; None: `relative_error`.
     """
     return failure_of(name, partial(_difference, name, cases, kind, allowance, measure or relative_error))
 
@@ -81,8 +81,8 @@ def row_error(actual: Tensor, known: Tensor) -> float:
 def logits_error(actual: Tensor, known: Tensor) -> float:
     """Returns the largest relative error of any row of logits, [rows, vocab_size].
 
-    In less than float32 it is the second largest, since the last bit may choose another expert in a mixture of experts.
-    A wrong way to run a model shows in several rows. NaN when there is any NaN.
+    In dtypes smaller than float32 it is the second largest error, since rounding may choose another expert for a token;
+    a wrong computation shows in several rows. NaN when there is any NaN.
     """
     errors = _row_errors(actual, known)
     if known.dtype is torch.float32 or errors.isnan().any():

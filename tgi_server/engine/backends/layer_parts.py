@@ -30,10 +30,10 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPass:
-    """What the layers need to know about the tokens of a forward pass.
+    """A forward pass as its layers see it: the positions of its tokens, their rotations, and the metadata.
 
     rotations: the rotation of each of the model's ropes. further: further inputs of the layers, [tokens, layers, size];
-    None: there are none. selections: those of the layers with an index so far; layers use the last one.
+    None: there are none. selections: the tokens chosen by each index so far; layers use the last selection.
     """
 
     positions: Tensor

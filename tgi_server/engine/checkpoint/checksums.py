@@ -31,7 +31,7 @@ class Checksums:
         return cls(file, parts)
 
     def check(self, least: int | None = None) -> None:
-        """Checks what has not been checked: all parts, or those of less than `least` bytes. Raises OSError."""
+        """Checks all unchecked parts, or only those of less than `least` bytes. Raises OSError."""
         chosen = [
             start
             for start, (size, _) in self._parts.items()

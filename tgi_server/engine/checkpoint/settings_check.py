@@ -1,4 +1,4 @@
-"""Names the settings of a config.json that `transformers` reads as they are, and that no model can have."""
+"""Finds impossible settings in a config.json that `transformers` does not check."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The files of a model's weights: which they are, if they are whole, and what their headers say."""
+"""The files with a model's weights: their names, checks that they are whole, and the contents of their headers."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from tgi_server.gguf.paths import SUFFIX, GgufError, first_part
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# One of the files of a model that has several; their numbers say if they are all there.
+# Name of one of several files of a model; the numbers show if a file is missing.
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The names of tensors that every expert of a layer has: layer, expert and the rest.
@@ -30,7 +30,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files that make up the model.
 
     Raises ModelNotFound when one is missing, and InvalidWeights when the index names one outside the folder, or when
-    there is none to tell the files of two models apart.
+    without an index the files of two models cannot be told apart.
     """
     index = folder / INDEX
     if index.is_file():
@@ -133,7 +133,7 @@ def check_files(folder: Path) -> None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """Returns the dtype of floats that most numbers of the model are stored in; None if there are no floats."""
+    """Returns the float dtype of most of the model's numbers; None if there are no floats."""
     numbers: Counter[torch.dtype] = Counter()
     for path in weight_files(folder) if gguf_of(folder) is None else ():
         for info in tensor_infos(path).values():
@@ -145,7 +145,7 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
 def check_experts(folder: Path) -> None:
     """Raises InvalidWeights for an expert that lacks a tensor that others have, or has it in another shape.
 
-    `transformers` stacks experts as it loads them, and names none of them when they do not fit together.
+    `transformers` stacks experts as it loads them, and its error names no expert when they do not fit together.
     """
     found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for path in weight_files(folder) if gguf_of(folder) is None else ():

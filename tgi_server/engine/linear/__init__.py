@@ -47,7 +47,7 @@ class LinearFactory:
 
     @property
     def rounding(self) -> float:
-        """Returns the share of their norm by which the layers may change a model's logits."""
+        """Returns how much the layers may change a model's logits, as a share of the logits' norm."""
         rounds_inputs = any({*A8, SCALED_MM} & set(table.kernels) for table in self.quantized.values())
         return max(self.layer.rounding, Int8Linear.rounding if rounds_inputs else 0)
 
@@ -58,17 +58,17 @@ class LinearFactory:
         return ", ".join([*quantized, own])
 
     def takes(self, module: nn.Module) -> bool:
-        """Returns True for a layer that it makes another one of."""
+        """Returns True for a layer that it can replace."""
         if isinstance(module, QuantizedLinear):
             return self.layer is Int8Linear or self.kind_of(module.quantized) in self.quantized
         return type(module) is nn.Linear
 
     def joins(self, *modules: nn.Module) -> bool:
-        """Returns True if it can make one layer of those with the same input."""
+        """Returns True if it can make one layer of these modules, which have the same input."""
         return self.merges(*modules) or (self.side_by_side is not None and all(map(self.takes, modules)))
 
     def merges(self, *modules: nn.Module) -> bool:
-        """Returns True if it can make one layer, with one weight, of those with the same input."""
+        """Returns True if it can make one layer, with one weight, of these modules, which have the same input."""
         quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         if not all(map(self.takes, modules)) or 0 < len(quantized) < len(modules):
             return False
@@ -81,7 +81,7 @@ class LinearFactory:
         return self.layer(module.weight, module.bias, self.kernels)
 
     def joined(self, *modules: Linear) -> PackedLinear:
-        """Returns one layer for those with the same input; it gives their outputs side by side."""
+        """Returns one layer for modules with the same input; its outputs are theirs, concatenated."""
         if self.side_by_side is not None and self.layer is not Int8Linear:
             alike = [list(group) for _, group in groupby(modules, _kind)]
             if len(alike) > 1:
@@ -97,7 +97,7 @@ class LinearFactory:
         return self.layer.joined(*plain, kernels=self.kernels)
 
     def _quantized(self, weight: QuantizedWeight, *modules: QuantizedLinear) -> PackedLinear:
-        """Returns a quantized layer for the weight and the biases of modules, or one that quantizes its inputs, too."""
+        """Returns a quantized layer with the weight and the concatenated biases; an 8-bit one for an Int8Linear."""
         biases = [module.bias for module in modules]
         bias = None
         if any(bias is not None for bias in biases):
@@ -132,7 +132,7 @@ def linear_factory(
 ) -> LinearFactory:
     """Returns the factory of a model's linear layers on a CPU, quantized if that is requested.
 
-    pinned: the kernels to use, as KernelTable has them as text, for quantized weights where the model has any; None:
+    pinned: the kernels to use, as text of a KernelTable; if the model has quantized weights, only for these; None:
     those of the table in the repository. Raises UnsupportedModel for kernels that this CPU does not have. If the
     kernels are not compiled, oneDNN computes dense layers, and quantized ones are left as they are.
     """

@@ -16,8 +16,8 @@ class PackedLinear(nn.Module):
 
     weight: [out_features, in_features]; the layer keeps no reference to it. bias: [out_features].
     kernels: which kernel computes how many rows, where the layer has several.
-    rounding: how much this kind of layer may change a model's logits, relative to their norm. few_rows: the most rows
-    for which the layer has a method `fused`, which also normalises x and applies an activation or a gate to y.
+    rounding: how much this kind of layer may change a model's logits, relative to their norm. few_rows: maximum number
+    of rows for `fused`, a method that also normalises x and applies an activation or a gate to y; 0: no such method.
     rounds_inputs: the layer has methods `of_norm` and `of_activated`, in which the kernel that rounds x also normalises
     it, or computes it. lora: the LoRA deltas of rows that have an adapter, an AdaptedLinear; None: there are none.
     """
@@ -37,7 +37,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def joined(cls, *linears: nn.Linear, kernels: KernelTable | None = None) -> Self:
-        """Returns one layer for linears with the same input; it gives their outputs side by side."""
+        """Returns one layer for linears with the same input; its outputs are theirs, concatenated."""
         weight = torch.cat(tuple(linear.weight for linear in linears))
         if all(linear.bias is None for linear in linears):
             return cls(weight, None, kernels)
@@ -69,7 +69,7 @@ class PackedLinear(nn.Module):
 
     @abstractmethod
     def _dense(self) -> tuple[Tensor, Tensor | None]:
-        """Returns weight and bias as they were, or as they were rounded."""
+        """Returns weight and bias, with the rounding of the packed form."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedQuantized(PackedLinear):
-    """y = x W^T + b with W quantized. x is taken as it is; y has its dtype.
+    """y = x W^T + b with W quantized. y has the dtype of x.
 
     dtype: reported as the dtype of the weights.
     """

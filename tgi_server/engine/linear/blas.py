@@ -21,6 +21,6 @@ class BlasLinear(PackedLinear):
         return linear(x, self._weight, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Adds to `residual` in place, as the product does by itself: it must not be needed as it was."""
+        """Adds to `residual` in place, in the product itself; callers must not need the old values."""
         residual.addmm_(x, self._weight.t())
         return residual if self._bias is None else residual.add_(self._bias)

@@ -21,21 +21,21 @@ from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.quantized import SIX_BITS, PackedQuantizedLinear, packed_kind_of
 
 TABLE = Path(__file__).with_name("kernels.toml")
-# The section of the table for machines that it does not have.
+# The section for machines without a section of their own.
 RULES = "rules"
 
-# Kernels that emulate instructions end so. They are in builds for tests only.
+# End of the names of kernels that emulate instructions, which only builds for tests have.
 _EMULATED = "_emulated"
-# The kernels that quantize their inputs to 8 bits: models in float32 use them if they are named, and never because they
-# are fast.
+# The kernels that quantize their inputs to 8 bits. Models in float32 use them only if they are named, by the table or
+# by a flag.
 A8 = ("w4a8", "w6a8", "w8a8")
-# The kernel that quantizes them to 16 bits, for models whose dtype has no more; with a codebook to 14.
+# The kernel that quantizes its inputs to 16 bits, for models in 16 bits; with a codebook to 14 bits.
 W4A16 = "w4a16"
-# Those that round neither inputs nor weights, which models in float32 ask for.
+# The kernels that round neither inputs nor weights, as models in float32 need.
 _EXACT = ("fma", "fma_dequant")
-# Inputs of a group in quantized weights that are timed.
+# Inputs of a group in the quantized weights with which kernels are timed.
 _GROUP = 64
-# Outputs of weights to try kernels with that are not alike.
+# Number of different outputs in the weights with which kernels are timed; further outputs repeat these.
 _DISTINCT = 48
 
 
@@ -59,7 +59,7 @@ class Weights:
 
     @classmethod
     def plain(cls, dtype: torch.dtype) -> Self:
-        """Dense weights."""
+        """Returns dense weights."""
         packed = torch.ops.oatmill.linear_pack(torch.zeros(1, 64, dtype=dtype))
 
         def make(outputs: int, inputs: int, table: KernelTable) -> PackedLinear:
@@ -70,7 +70,7 @@ class Weights:
 
     @classmethod
     def quantized(cls, kind: str, dtype: torch.dtype) -> Self:
-        """Quantized weights of a kind. dtype: the model's dtype."""
+        """Returns quantized weights of a kind. dtype: the model's dtype."""
         bits = 4 if kind in ("int4", "codebook") else 6 if kind == SIX_BITS else 8
         codebook = {"int4": LINE, "codebook": LINE.flip(0)}.get(kind)
         codes = torch.uint8 if bits == 4 else torch.float8_e4m3fn if kind == "fp8" else torch.int8
@@ -116,7 +116,7 @@ def quantized_kinds(model: nn.Module) -> list[str]:
 def choose_kernels(weights: Weights) -> KernelTable:
     """Returns the kernels for weights on this CPU: those of its section of the table, or else of the rules.
 
-    The rules have several tables for a kind of weights, the best first; the first whose kernels this CPU has is taken.
+    The rules have several tables for a kind of weights, the best first; the first with kernels of this CPU is used.
     """
     table = tables()
     for section in (torch.ops.oatmill.isa(), RULES):

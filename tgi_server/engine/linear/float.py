@@ -36,10 +36,10 @@ class FloatLinear(KernelLinear):
 def packed_in_parts(
     weight: Tensor, numbers: int, convert: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Arranges a weight for the kernels, in pieces of about this many numbers, so that little of it is in memory twice.
+    """Arranges a weight for the kernels in pieces of about `numbers` numbers, so that little is in memory twice.
 
-    convert: returns what is arranged of some outputs, [outputs, inputs], and other facts about each of them.
-    Returns all that is arranged, and the facts of all outputs.
+    convert: returns, for the weights of some outputs, [outputs, inputs], the tensor to arrange and further tensors with
+    a row for each output. Returns the arranged weight, and the further tensors of all outputs.
     """
     rows = max(1, numbers // (weight.shape[1] * TILE)) * TILE
     packed: Tensor | None = None

@@ -22,7 +22,7 @@ from tgi_server.engine.parallel import ShardGroup, fault_of_any
 logger = logging.getLogger(__name__)
 
 TRITON = "triton"
-# Numbers of rows in the checks, one for each shape of a program, and number of a weight's outputs that are checked.
+# Numbers of rows in the checks, one for each shape of a program; and how many outputs of a weight are checked.
 _ROWS = (2, 40, 130)
 _OUTPUTS = 256
 # humming-kernels compiles a kernel for a layer's sizes and a range of rows: each is checked with a whole layer.
@@ -87,7 +87,7 @@ def gpu_linear_factory(
 
 
 def _dense_layer(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None, found: Findings) -> type[PackedLinear]:
-    """Returns what computes dense weights. found: gets the reason for a slower kernel."""
+    """Returns the class for dense weights. found: gets the reason for a slower kernel."""
     plain = next((module for module in model.modules() if type(module) is nn.Linear), None)
     if "few_rows" not in variants() or dtype is not torch.bfloat16 or plain is None:
         return BlasLinear

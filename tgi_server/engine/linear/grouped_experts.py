@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 # Compute capabilities of GPUs on which torch's `grouped_mm`, that of `transformers`, is one kernel, in bfloat16.
 _GROUPED_MM = ((9, 0), (10, 0))
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
-# Tokens of the proof, one number for each shape of a program, as shares of the experts; and for quantized weights that
-# are dequantized before.
+# Tokens of the proof, as multiples of the number of experts, one for each shape of a program; and for quantized weights
+# that are dequantized first.
 _TOKENS = (0.5, 9, 33)
 _MANY_TOKENS = 65
 # Experts that are packed together.
@@ -45,7 +45,7 @@ def group_experts(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None
         kind = partial(GroupedQuantizedExperts, dtype=dtype)
         fault = None if all(map(_joins, quantized)) else "those of a layer are quantized in groups of different sizes"
         fault = fault or _fault_of(quantized[0], kind, dtype)
-        del quantized  # which would keep the weights of all layers until the last one is packed
+        del quantized  # the list would keep the weights of all layers in memory until the last one is packed
         fallbacks += _replaced(model, lambda module: isinstance(module, Experts), kind, fault_of_any(fault, group))
     return fallbacks
 
@@ -53,7 +53,7 @@ def group_experts(model: nn.Module, dtype: torch.dtype, group: ShardGroup | None
 def _replaced(
     model: nn.Module, fits: Callable[[nn.Module], bool], kind: Callable[[Any], nn.Module], fault: str | None
 ) -> list[str]:
-    """Replaces the experts of all layers, unless there is a fault, which it returns as a fall-back."""
+    """Replaces the experts of all layers. If there is a fault it replaces none, and returns a fallback."""
     if fault is not None:
         fallback = f"experts are not multiplied by the engine's kernel, which is slow: {fault}"
         logger.warning(fallback)
@@ -64,9 +64,9 @@ def _replaced(
 
 
 class Grouped(nn.Module):
-    """Takes the place of a layer's experts.
+    """Replaces a layer's experts.
 
-    gated: between the two products there is a gate, and not an activation alone. activate: computes it.
+    gated: between the two products there is a gate, not only an activation. activate: computes the gate or activation.
     """
 
     gated: bool
@@ -81,7 +81,7 @@ class Grouped(nn.Module):
         """
 
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Returns the sum of each token's experts' outputs, [tokens, hidden_size]. The arguments: as `outputs` has."""
+        """Returns the sum of each token's experts' outputs, [tokens, hidden_size]. Arguments: see `outputs`."""
         return self.outputs(hidden, chosen, shares).sum(1)
 
 
@@ -152,9 +152,9 @@ def _facts(experts: Any) -> tuple[int, int, torch.device]:
 
 
 def _joins(experts: Experts) -> bool:
-    """Returns True if the weights of a layer's experts can stand in one weight, with an order of inputs for each.
+    """Returns True if one weight can hold the weights of all experts of a layer, with an order of inputs for each.
 
-    Those of the layers with the same input have to have the same order.
+    Projections with the same input must have the same order.
     """
     for of_experts in (cast(Any, experts.gate_up), [[layer] for layer in cast(Any, experts.down)]):
         weights = [[layer.quantized for layer in layers] for layers in of_experts]

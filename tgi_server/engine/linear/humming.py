@@ -28,7 +28,7 @@ _ANY_ROWS = 1 << 30
 
 
 def takes(module: QuantizedLinear, dtype: torch.dtype) -> bool:
-    """Returns True if the library is there and fits the layer: 4-bit integers, integer zero points, no act-order."""
+    """Returns True if the library is installed and the layer has 4-bit integers, integer zeros and no act-order."""
     weight = module.quantized
     sizes = module.out_features % _UNIT, module.in_features % _UNIT, weight.group_size
     if find_spec("humming") is None or dtype is torch.float32 or sizes[:2] != (0, 0) or not sizes[2]:

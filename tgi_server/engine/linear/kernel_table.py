@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Self
 
-# The product of FP8 on GPUs, for which inputs are rounded to 8 bits.
+# The FP8 product of torch on GPUs, for which inputs are rounded to 8 bits.
 SCALED_MM = "scaled_mm"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """Kernels by number of rows. kernels: their names. from_rows: the fewest rows of each; ascending from 1.
+    """Kernels by number of rows. kernels: their names. from_rows: minimum number of rows of each; ascending from 1.
 
     As text it is "bf16,amx@16": the first kernel up to 15 rows, the second from 16 rows on.
     """

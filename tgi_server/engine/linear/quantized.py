@@ -12,7 +12,7 @@ from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_linear import TILE, KernelLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
-# Codes that stand together, by their bits: those of a word, or of three.
+# Codes that are packed together, by their bits: as many as one 32-bit word holds, or three words for 6 bits.
 _OF_UNIT = {4: 8, 6: 16, 8: 4}
 # The kind of int8 weights that need 6 bits only.
 SIX_BITS = "int6"
@@ -62,7 +62,7 @@ class PackedQuantizedLinear(PackedQuantized, KernelLinear):
         if self.kind == "int4":  # integers from -8 to 7
             zeros = (torch.zeros_like(scales) if zeros is None else zeros) - _ZERO_POINT
         self._scales = _by_tile(narrowed(scales))
-        if offsets is not None:  # which take the zeros in
+        if offsets is not None:  # into which zeros are merged
             self._offsets = _by_tile(offsets if zeros is None else offsets - zeros * scales)
         elif zeros is not None and bool(zeros.any()):
             largest = _ZERO_POINT if self.kind == "int4" else 127
@@ -144,7 +144,7 @@ def narrowed(scales: Tensor) -> Tensor:
 
 
 def _zero_of_blocks(weight: QuantizedWeight) -> int | None:
-    """Returns the zero of all groups of a weight whose scales are in blocks as the kernels read them; or None."""
+    """Returns the common zero of all groups if scales are in blocks that the kernels read; None otherwise."""
     scales, offsets, zeros = weight.stored_scales, weight.stored_offsets, weight.zeros
     if not isinstance(scales, BlockScales) or not (offsets is None or isinstance(offsets, BlockScales)):
         return None

@@ -12,7 +12,7 @@ from tgi_server.engine.kernels.triton.rounding import Rounded, rounded, rounded_
 from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
 
-# For one row torch's product takes longer than for this many: on an H200 by a third.
+# Rows are padded to this many, since torch's product takes a third longer for one row (on an H200).
 _LEAST_ROWS = 16
 
 
@@ -28,7 +28,7 @@ class ScaledLinear(PackedQuantized):
         self._codes, self._scales = weight.codes.contiguous(), weight.scales.T.contiguous()
         self._bias = None if bias is None else bias.to(self.weight.dtype)
         self._wide_bias = None if bias is None else bias.float()
-        if "few_rows" in variants():  # these wait for weights alone, so their inputs keep their 16 bits
+        if "few_rows" in variants():  # a kernel whose time is that of reading weights, so inputs keep their 16 bits
             self.few_rows, self._arrived = MOST_ROWS_FP8, arrivals(self.out_features, weight.codes.device)
         groups = len(self._scales)
         self._together = None if groups == 1 else self.in_features // groups
@@ -54,10 +54,10 @@ class ScaledLinear(PackedQuantized):
         return self._product(rounded(x, self._together, _LEAST_ROWS, activation, gated=gated))[: len(x)]
 
     def _product(self, inputs: Rounded) -> Tensor:
-        """Returns y, [rows, out_features], those included that inputs were given only to be enough."""
+        """Returns y, [rows, out_features], for all rows of the inputs, padding included."""
         codes, scales = inputs
-        # Sums stay in the tensor cores, of whose bits they have fewer than float32; inputs have fewer still. Those of
-        # blocks leave them to be scaled.
+        # Fast accumulation keeps sums in the tensor cores, with fewer bits than float32 but more than inputs have. Sums
+        # of blocks are scaled in float32, outside of the tensor cores.
         in_blocks = self._together is not None
         bias = None if in_blocks else self._bias
         y = torch._scaled_mm(

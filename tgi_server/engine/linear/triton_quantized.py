@@ -12,8 +12,8 @@ from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.quantized import kind_of, narrowed
 
-# Inputs of a block, whose words have the type beside, by the bits of a code. Groups are filled up to whole blocks; the
-# larger ones are taken if that adds but a sixteenth.
+# Possible inputs of a block, and the dtype of its words, by the bits of a code. Groups are padded to whole blocks; the
+# larger blocks are used if they add at most a sixteenth.
 _BLOCKS = {
     4: {128: torch.int32, 64: torch.int16, 32: torch.uint8},
     8: {64: torch.int32, 32: torch.int16},

@@ -26,12 +26,12 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# Names that configurations have for the number of positions.
+# Names of the number of positions in configurations.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
 
 class NoSpec(Exception):
-    """A model has no spec, for the given reason; `transformers`' own forward computes it."""
+    """Raised for a model without a spec, with the reason; `transformers`' own forward computes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ class Family:
     text_alone: bool = False
 
     def positions(self, config: Any) -> int | None:
-        """Returns the most positions that a model of this text configuration has; None: nothing bounds them.
+        """Returns the number of positions that a model of this text configuration has; None: unlimited.
 
         Rotary positions that are scaled by a factor (YaRN: Peng et al., 2023) reach as far as that factor says.
         """

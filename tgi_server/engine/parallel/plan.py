@@ -47,7 +47,7 @@ FIRST_ONLY = Slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one module is split.
+    """The split of one module among the shards.
 
     tensors: the slices of its parameters and buffers, by name. layer: creates the layer that wraps the module; None: it
     is not wrapped. sizes: for attributes of the module that hold the size of a split axis, the layout of that axis.
@@ -78,7 +78,7 @@ def vocab_parallel_head() -> Split:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How the models of an architecture are split. Modules are named by the end of their path, such as `mlp.up_proj`.
+    """The splits of an architecture's modules, which are named by the end of their paths, such as `mlp.up_proj`.
 
     heads: the attention heads of most layers. attention: names of attention modules. layer_heads: heads of attention
     modules that have other numbers of heads.

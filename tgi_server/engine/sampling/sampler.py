@@ -51,7 +51,7 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def top_logits(self) -> int | None:
-        """How many of its largest logits any row needs at most; None: all. See `metadata.top_logits`."""
+        """The largest number of top logits that a row needs; None: some row needs all. See `metadata.top_logits`."""
 
     @abstractmethod
     def sample(

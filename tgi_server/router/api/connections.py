@@ -243,7 +243,7 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def _broken_by(self) -> str:
-        """Who or what ended the connection during a request or response; empty if it ended between two requests."""
+        """The cause of an end during a request or response: "malformed", "server" or "client"; empty between two."""
         if self._malformed:
             return "malformed"
         if self._broken_off:

@@ -67,7 +67,7 @@ class ChoiceOption(RequestModel):
 
 
 class ChoiceQuestion(_Question):
-    """Which option fits the input?"""
+    """A question about the option that fits the input."""
 
     type: Literal["choice"]
     choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=MOST_OPTIONS)]
@@ -86,7 +86,7 @@ class ScoreLevel(RequestModel):
 
 
 class ScoreQuestion(_Question):
-    """Which of the ordered levels fits the input?"""
+    """A question about the level, of several ordered ones, that fits the input."""
 
     type: Literal["score"]
     levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=MOST_OPTIONS)]

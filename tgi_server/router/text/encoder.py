@@ -31,7 +31,7 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """How to treat texts that are too long.
+    """The treatment of texts that are too long.
 
     name: the field of the request, for errors. cut: True truncates a text at its end; False refuses the request. left:
     True truncates at the beginning instead. most: maximum tokens of a text, if fewer than the model's.

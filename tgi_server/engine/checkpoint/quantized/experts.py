@@ -23,8 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Experts(nn.Module):
     """A layer's experts, in place of the module of `transformers` that has the weights of all in two tensors.
 
-    gate_up: for each expert the linear layers whose outputs, side by side, go through the gate or the activation. down:
-    the one behind.
+    gate_up: for each expert the linear layers whose concatenated outputs go through the gate or the activation. down:
+    for each expert the linear layer after these.
     """
 
     gate_up_proj_bias: Tensor | None
@@ -71,7 +71,7 @@ class Experts(nn.Module):
         return all(isinstance(tensor, nn.Parameter) for tensor in tensors)
 
     def kernel(self) -> Any:
-        """Returns a `torch.classes.oatmill.Experts`, or None where it does not know what these are made of."""
+        """Returns a `torch.classes.oatmill.Experts`; None if that does not support these experts."""
         facts = self._activation()
         if facts is None or (not facts[2] and self.gate_up_proj_bias is not None):
             return None
@@ -85,7 +85,7 @@ class Experts(nn.Module):
         return kernel
 
     def _activation(self) -> tuple[str, bool, float, float] | None:
-        """Returns what `torch.classes.oatmill.Experts` is made with; None: it does not know the activation."""
+        """Returns arguments of `torch.classes.oatmill.Experts`; None if it does not support the activation."""
         gated = bool(self._stacked[0].has_gate)
         given = torch.linspace(-9, 9, 8).unsqueeze(0)
         gate, other = given.chunk(2, -1) if gated else (given, torch.ones(()))
@@ -110,7 +110,7 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Returns the sum of each token's experts' outputs, [tokens, hidden_size], for inputs of the same shape.
 
-        chosen: the experts of each token, [tokens, experts of a token] int64. shares: the same shape, what each counts.
+        chosen: the experts of each token, [tokens, experts of a token] int64. shares: their weights, of the same shape.
         """
         if self._kernel is not None:
             summed: Tensor = self._kernel.forward(hidden, chosen.contiguous(), shares.contiguous())

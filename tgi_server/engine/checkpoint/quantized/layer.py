@@ -1,4 +1,4 @@
-"""A linear layer whose weight stays quantised, in plain torch: what every device computes where there is no kernel."""
+"""A linear layer whose weight stays quantised, in plain torch, for devices and formats without a kernel."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -38,7 +38,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, made anew at every call, for models that read it themselves. A shape before `fill`."""
+        """The dense weight, computed at every call, for models that read it themselves. Only a shape before `fill`."""
         if "quantized" not in self.__dict__:
             return torch.empty(self.out_features, self.in_features, dtype=self._dense_dtype, device="meta")
         return self.quantized.dense(self._dense_dtype)

@@ -20,7 +20,7 @@ from tgi_server.engine.checkpoint.weight_files import gguf_of
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.gguf.file import QUANTIZED
 
-# Written by AutoGPTQ, by AutoAWQ and by ModelOpt before config.json said it, with the method that each stands for.
+# Files that AutoGPTQ, AutoAWQ and ModelOpt wrote before config.json had these settings, with the method of each.
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # Ends of the names of tensors that only quantised checkpoints have.
 _PARTS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
@@ -35,9 +35,9 @@ _INSTEAD = "take the same model as GPTQ, AWQ, compressed-tensors or FP8, or unqu
 class Quantization:
     """The way in which the weights of a checkpoint are quantised.
 
-    names: the values of --quantize that say the same. text: for people.
+    names: the values of --quantize that mean the same. text: description for people.
     sources: finds the quantised weights among the tensors of the checkpoint.
-    rounds: they are plain weights there, and rounded as they are read if they are of linear layers before the head.
+    rounds: the checkpoint has plain weights; those of linear layers before the head are rounded as they are read.
     """
 
     names: frozenset[str]
@@ -47,7 +47,7 @@ class Quantization:
 
 
 def find_quantization(folder: Path, config: PretrainedConfig, requested: str | None) -> Quantization | None:
-    """Returns how the weights in a folder are quantised, or are to be as they are read; None: not at all.
+    """Returns the quantisation that a folder's weights have, or get as they are read; None: none.
 
     requested: the value of --quantize. Raises UnsupportedModel for a format that is not read, or when another one is
     requested.
@@ -120,7 +120,7 @@ def _settings(folder: Path, config: PretrainedConfig) -> Mapping[str, Any] | Non
 
 
 def _settings_of_tensors(folder: Path) -> Mapping[str, Any] | None:
-    """TGI's `quantize` wrote its settings as tensors beside the weights."""
+    """Returns settings that tensors show, such as those that TGI's `quantize` wrote beside the weights; or None."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
@@ -206,7 +206,7 @@ def _object(value: Any, name: str) -> Any:
 
 
 def _weights(groups: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns what each group says of weights."""
+    """Returns the settings for weights of each group."""
     found = [(f"config_groups.{name}.weights", group.get("weights")) for name, group in groups.items()]
     for name, weights in found:
         bits = _object(weights, name).get("num_bits")

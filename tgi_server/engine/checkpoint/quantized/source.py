@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint that is stored quantised, in several tensors; and what its formats read it with."""
+"""A dense tensor that a checkpoint stores quantised, in several tensors; and functions that the formats share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(slots=True, eq=False)
 class QuantizedTensor:
-    """A dense tensor that tensors of a quantised checkpoint stand for, to read a shard's slice, `part`, from.
+    """A dense tensor that a checkpoint stores quantised, in several tensors. A shard reads its slice, `part`.
 
-    `[...]` reads it as a dense tensor, `weights` as it is stored, both when they are called.
+    `[...]` reads it as a dense tensor, `weights` in its quantised form; nothing is read before.
 
     names: of the tensors in `files`. name, whole_shape: of the dense tensor: [outputs, inputs] of a linear layer, or
     [experts, inputs, outputs] of a layer's experts.
@@ -91,7 +91,7 @@ class QuantizedTensor:
 
 
 def parts_of(files: Files, needed: Sequence[str], optional: Sequence[str] = ()) -> list[str]:
-    """Returns the names that are there. Raises InvalidWeights if one is missing beside the first that is needed."""
+    """Returns the names that exist. Raises InvalidWeights if a needed one is missing although the first one exists."""
     for name in needed:
         if name not in files:
             raise InvalidWeights(f"tensor {name} is missing beside {needed[0]}")
@@ -136,7 +136,7 @@ def words_of(numbers: int, bits: int) -> int:
 
 
 def codes_of(words: Tensor, bits: int, inputs: int) -> Tensor:
-    """Returns a weight's codes from words, [outputs, words] int32, low bits first, each filled up with nothing.
+    """Returns a weight's codes from words, [outputs, words] int32, low bits first, without padding between codes.
 
     They are [outputs, inputs] uint8, or in pairs if they have at most 4 bits, see QuantizedWeight.
     """

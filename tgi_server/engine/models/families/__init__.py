@@ -17,7 +17,7 @@ def family_of(config: Any) -> Family:
 
 
 def position_limit(config: Any) -> int | None:
-    """Returns the most positions that a model has; None when they are relative and nothing bounds them."""
+    """Returns the number of positions that a model has; None: unlimited, since they are relative."""
     config = config.get_text_config(decoder=True)
     return family_of(config).positions(config)
 
@@ -32,7 +32,7 @@ def spec_of(config: Any) -> DecoderSpec:
 
 
 def plan_for(config: Any) -> ShardingPlan:
-    """Returns how models of that configuration are split. Raises UnsupportedModel for one that cannot be."""
+    """Returns the sharding plan of a configuration. Raises UnsupportedModel for a model that cannot be split."""
     config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     plan = family_of(config).plan
     if plan is None:

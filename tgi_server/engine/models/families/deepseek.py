@@ -46,7 +46,7 @@ def dense(config: Any) -> DecoderSpec:
 
 
 def deepseek_v2(config: Any) -> DecoderSpec:
-    """Experts' scores are a softmax, and not normalised; those of a group are together as good as the best one."""
+    """Returns the spec. The weights of a token's experts are not normalised; a group is judged by its best expert."""
     grouped = config.topk_method == "group_limited_greedy"
     groups = {"groups": config.n_group, "chosen_groups": config.topk_group} if grouped else {}
     mixture = MixtureSpec(wide=True, normalised=False, factor=config.routed_scaling_factor, **groups)
@@ -64,12 +64,12 @@ def deepseek_v32(config: Any) -> DecoderSpec:
 
 
 def glm_moe_dsa(config: Any) -> DecoderSpec:
-    """GLM-5, some of whose layers attend to the tokens that an earlier one has chosen."""
+    """Returns the spec of GLM-5, some of whose layers attend to the tokens that an earlier layer has chosen."""
     return _with_index(config, config.indexer_types, interleaved=True)
 
 
 def kimi(config: Any) -> DecoderSpec:
-    """Most layers have Kimi's delta attention; the others attend to latents. Nothing is turned."""
+    """Most layers have Kimi's delta attention; the others attend to latents. There are no rotary positions."""
     attending = replace(_layer(config), rope=None)
     kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
     layers = (
@@ -91,7 +91,7 @@ def minicpm3(config: Any) -> DecoderSpec:
 
 
 def _layer(config: Any) -> LayerSpec:
-    """Large models make queries of latents, too."""
+    """Returns a layer. Large models compute queries from latents, too."""
     layer = LayerSpec(
         latents=True,
         qkv=("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
@@ -134,7 +134,7 @@ def _plan(config: Any) -> ShardingPlan:
 
 
 def _kimi_plan(config: Any) -> ShardingPlan:
-    """Kimi Linear has Kimi's delta rule in some layers, with heads of its own."""
+    """Returns the plan of Kimi Linear, whose layers with Kimi's delta rule have other heads than attention."""
     plan, count = _plan(config), config.linear_num_heads
     heads = Heads(count, count, ("heads of linear attention", "key heads"))
     of_head, channels = of_heads(heads, query_heads), count * config.linear_head_dim
@@ -146,7 +146,7 @@ def _kimi_plan(config: Any) -> ShardingPlan:
     }
     linear = [f"layers.{index}.self_attn" for index, kind in enumerate(config.layer_types) if kind != "full_attention"]
     splits = {f"{path}.{name}": split for path in linear for name, split in layer.items()}
-    # In checkpoints, what the forget gate has belongs to the module around it.
+    # In checkpoints the tensors of the forget gate are named as those of the module around it.
     own = Split({"dt_bias": Slice(0, of_head), "A_log": Slice(2, of_head)}, sizes={"qkv_dim": of_head})
     splits |= dict.fromkeys(linear, own)
     whole = (*plan.whole, "f_a_proj", "g_a_proj")

@@ -84,7 +84,7 @@ def _heads(config: Any) -> Heads:
 
 
 def _qwen_plan(config: Any) -> ShardingPlan:
-    """Qwen3-Next has projections for several things, joined by key heads."""
+    """In Qwen3-Next a projection computes queries, keys, values and gates, ordered by key head."""
     heads = _heads(config)
     key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
     joined = {

@@ -59,7 +59,7 @@ def gemma3(config: Any) -> DecoderSpec:
 
 
 def gemma3n(config: Any) -> DecoderSpec:
-    """There are several streams of hidden states, and some feed-forward parts use the largest features alone."""
+    """There are several streams of hidden states, and some feed-forward parts use only their largest features."""
     if config.altup_active_idx != 0:
         raise NoSpec("layers compute with another stream than the first")
     layer = replace(_LAYER, query_norm="self_attn.q_norm", **_INPUT)
@@ -74,7 +74,7 @@ def gemma3n(config: Any) -> DecoderSpec:
 
 
 def gemma4(config: Any) -> DecoderSpec:
-    """Values are normalised, too; in some models, those of layers that look at all tokens are their keys before that.
+    """Values are normalised, too. In some models layers without a window use their keys, before norms, as values.
 
     Beside the feed-forward part there may be a mixture, with norms of its own.
     """
@@ -101,7 +101,7 @@ def gemma4(config: Any) -> DecoderSpec:
 
 
 def _with_keys(layer: LayerSpec, config: Any, kind: str, mode: str | None) -> LayerSpec:
-    """Returns a layer with keys and values of its own, unless it has those of another one."""
+    """Returns a layer with keys and values of its own, unless it uses those of an earlier layer."""
     if mode == "reuse":
         return replace(layer, qkv=("self_attn.q_proj",))
     value = "k_proj" if getattr(config, "attention_k_eq_v", False) and kind == "full_attention" else "v_proj"
@@ -124,7 +124,7 @@ def vaultgemma(config: Any) -> DecoderSpec:
     return DecoderSpec.uniform(config, layer, **_facts(config, config.hidden_activation))
 
 
-# What Gemma 3n and 4 compute of a token for all layers, and what each layer makes of it.
+# The modules of further inputs (`LayerInputs`): one for all layers, and two of each layer.
 _LAYER_INPUTS = ("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection")
 
 

@@ -12,18 +12,18 @@ _LAYER = LayerSpec(up=("mlp.gate_up_proj",))
 
 
 def glm(config: Any) -> DecoderSpec:
-    """`glm` is GLM-4-9B in the form of `transformers`."""
+    """Returns the spec of GLM-4-9B in the form of `transformers` (`glm`)."""
     return DecoderSpec.uniform(config, _LAYER, activation=activation(config.hidden_act), interleaved=True)
 
 
 def glm4(config: Any) -> DecoderSpec:
-    """`glm4` is GLM-4-0414."""
+    """Returns the spec of GLM-4-0414 (`glm4`)."""
     layer = replace(_LAYER, attended_norm="post_self_attn_layernorm", fed_norm="post_mlp_layernorm")
     return DecoderSpec.uniform(config, layer, activation=activation(config.hidden_act), interleaved=True)
 
 
 def glm4v(config: Any) -> DecoderSpec:
-    """`glm4v_text` reads the texts of GLM-4.1V."""
+    """Returns the spec of the text model of GLM-4.1V (`glm4v_text`)."""
     return replace(glm4(config), ropes=(RopeSpec(table="pairs"),))
 
 
@@ -48,7 +48,7 @@ def _plan(config: Any) -> ShardingPlan:
 
 
 def _moe_plan(config: Any) -> ShardingPlan:
-    """GLM-4.5, whose attention and experts are split as those of Qwen3-MoE."""
+    """Returns the plan of GLM-4.5, whose attention and experts are split like those of Qwen3-MoE."""
     return llama_plan(config, EXPERTS, whole=("gate",))
 
 

@@ -74,7 +74,7 @@ def gptj(config: Any) -> DecoderSpec:
 
 
 def gpt_neo(config: Any) -> DecoderSpec:
-    """Some layers attend to a window, which they do not tell the attention function."""
+    """Some layers attend to a window, which they do not pass to the attention function."""
     kinds = {"global": _GPT_NEO, "local": replace(_GPT_NEO, window=config.window_size)}
     return replace(gpt2(config), layers=tuple(kinds[name] for name in config.attention_layers))
 

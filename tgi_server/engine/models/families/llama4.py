@@ -10,9 +10,9 @@ from tgi_server.engine.parallel.shares import halves
 
 
 def llama4(config: Any) -> DecoderSpec:
-    """Some feed-forward parts are mixtures, beside which there is a shared expert.
+    """Returns the spec. Some feed-forward parts are mixtures with a shared expert.
 
-    Queries and keys are normalised once they are turned, which gives the same as before.
+    `transformers` normalises queries and keys after the rotation; their norm has no weights, so before is the same.
     """
     layers = (
         _layer(config, rotary=bool(rotary), mixed=index in config.moe_layers)

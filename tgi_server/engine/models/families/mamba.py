@@ -53,7 +53,7 @@ def bamba(config: Any) -> DecoderSpec:
 
 
 def falcon(config: Any) -> DecoderSpec:
-    """Each layer attends and has a Mamba-2 as well; what linear layers give is multiplied by numbers of config.json."""
+    """Each layer has both attention and Mamba-2; outputs of linear layers are multiplied by factors of config.json."""
     if config.attention_bias or config.mamba_proj_bias:
         raise NoSpec("its inputs are multiplied before layers with a bias")
     into, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
@@ -93,7 +93,7 @@ def granite(config: Any) -> DecoderSpec:
 
 
 def jamba(config: Any) -> DecoderSpec:
-    """Nothing is rotated: Mamba knows the order of tokens."""
+    """There are no rotary positions: Mamba's states depend on the order of tokens."""
     plain, mamba = replace(_BAMBA, rope=None), MixerSpec("mamba", "mamba")
     mixed = replace(plain, mixture=MixtureSpec("feed_forward", "router", normalised=False))
     experts = config.layers_num_experts or [1] * config.num_hidden_layers
@@ -167,7 +167,7 @@ def _mamba2(name: str, heads: int, groups: int, head_size: int, state_size: int)
 
 
 def _norm(heads: Heads, module: Any, group: ShardGroup, share: Share) -> ShardedGatedNorm:
-    """Returns what surrounds a norm, which counts its groups (Falcon-H1) or the features of a group."""
+    """Returns the layer around a gated norm, whose groups (Falcon-H1) or features of a group become the shard's."""
     own = share_of(share.rank, share.world_size, heads)
     if hasattr(module, "n_groups"):
         module.n_groups = len(own.keys)
@@ -177,7 +177,7 @@ def _norm(heads: Heads, module: Any, group: ShardGroup, share: Share) -> Sharded
 
 
 def _plan(config: Any) -> ShardingPlan:
-    """Bamba, Granite 4 and Falcon-H1."""
+    """Returns the plan of Bamba, Granite 4 and Falcon-H1."""
     experts = {
         "block_sparse_moe.input_linear": Split({"weight": Slice(1, halves)}),
         "block_sparse_moe.output_linear": Split({"weight": Slice(2)}),
@@ -189,7 +189,7 @@ def _plan(config: Any) -> ShardingPlan:
 
 
 def _nemotron_plan(config: Any) -> ShardingPlan:
-    """The modules of a layer are called `mixer`, whatever they are."""
+    """Returns the plan of Nemotron-H, where every kind of module in a layer is called `mixer`."""
     mamba, attending = (_layers(config, kind) for kind in ("linear_attention", "full_attention"))
     experts = {
         "experts": Split({"up_proj": Slice(1), "down_proj": Slice(2)}, RowParallel, sizes={"intermediate_dim": parts}),
@@ -211,7 +211,7 @@ def _layers(config: Any, kind: str) -> tuple[str, ...]:
 
 
 def _jamba_plan(config: Any) -> ShardingPlan:
-    """Mamba (Gu and Dao, 2023) has no heads: a shard has some channels. All of them choose the steps, B and C."""
+    """Mamba (Gu and Dao, 2023) has no heads: a shard has some channels. Steps, B and C depend on all channels."""
     mamba = {
         "mamba": Split({"A_log": Slice(0), "D": Slice(0)}, sizes={"intermediate_size": parts}),
         "mamba.in_proj": column_parallel(halves),

@@ -43,7 +43,7 @@ def sparse_layers(config: Any) -> list[bool]:
 
 
 def with_shared_expert(layer: LayerSpec, mixture: MixtureSpec) -> LayerSpec:
-    """Returns a layer where every token has, beside its own experts, one that all have."""
+    """Returns a layer with a mixture and an expert that all tokens share."""
     return replace(
         layer,
         mixture=mixture,
