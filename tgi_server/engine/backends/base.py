@@ -106,10 +106,10 @@ class PagedModel(ABC):
         rope_deltas: Tensor,
         state_slots: Tensor,
     ) -> None:
-        """Takes the tensors of the rows that `decode` reads and writes.
+        """Sets the tensors of the rows, which `decode` reads and writes.
 
         tokens, positions: [rows] int64. tables: [rows, blocks] int32. adapters: [rows] int32. rope_deltas: [rows]
-        int64, rotary positions less positions. state_slots: [rows] int64.
+        int64, rotary position minus position. state_slots: [rows] int64.
         """
 
     def decode(
@@ -191,7 +191,7 @@ class Backend(ABC):
         """Returns the model on the paged KV cache; None if it has to run in padded batches.
 
         family, spec: family and spec of the model; a spec is used if its results match those of `transformers`. Raises
-        UnsupportedModel if neither is right. All shards of a model decide alike.
+        UnsupportedModel if neither is right. All shards of a model make the same choice.
         """
 
     @abstractmethod
@@ -224,5 +224,5 @@ class Backend(ABC):
         """Packs the linear layers of a model that runs in padded batches, if the device has a packed layout."""
 
     def unpack_source(self) -> bool:
-        """Takes `pack_source` back. Returns False if there is nothing to take back."""
+        """Undoes `pack_source`. Returns False if there is nothing to undo."""
         return False

@@ -1,4 +1,4 @@
-"""Makes a layer by its spec of the modules of `transformers`, packed for a device."""
+"""Builds a layer by its spec from the modules of `transformers`, packed for a device."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ _NORMS = (
     *("attention_norm", "token_norm", "query_norm", "key_norm", "value_norm", "attended_norm", "feed_forward_norm"),
     *("mixture_norm", "router_norm", "mixed_norm", "shared_norm", "fed_norm", "input_norm"),
 )
-# The norms that a layer without attention has not, of heads.
+# The norms of heads, which a layer without attention does not have.
 _OF_ATTENTION = ("query_norm", "key_norm", "value_norm")
 # Linear layers of a layer of Gemma 3n, for its streams of hidden states.
 _OF_ALTUP = (
@@ -134,7 +134,7 @@ def _norms(module: nn.Module, spec: LayerSpec) -> dict[str, Norm]:
 
 
 def _mixture(layer: nn.Module, spec: LayerSpec) -> Any:
-    """Returns a layer's mixture, whose experts say what `Experts` asks of them; None if it has none."""
+    """Returns a layer's mixture, with attributes of its experts that `Experts` needs; None if it has none."""
     if spec.mixture is None:
         return None
     mixture: Any = layer.get_submodule(spec.mixture.name)
@@ -156,7 +156,7 @@ def _gated(activation: Callable[[Tensor], Tensor], joined: Tensor) -> Tensor:
 
 
 def _scales(module: nn.Module, spec: LayerSpec, name: str, outputs: int) -> Tensor:
-    """Returns what the outputs of a linear layer are multiplied by, [outputs] float32."""
+    """Returns the factors of a linear layer's outputs, [outputs] float32."""
     scale = spec.scales.get(name, 1.0)
     if isinstance(scale, tuple):
         return scale[0] * module.get_buffer(scale[1]).float().flatten()
@@ -209,7 +209,7 @@ def _heads_of(latents: LatentLayers) -> AttentionHeads:
 
 
 def _linear(layer: nn.Module, name: str) -> Any:
-    """Returns a linear layer of a layer of `transformers`, which may have kinds of its own, as one of torch's."""
+    """Returns a linear layer of a layer of `transformers`, as torch's class even if the model has its own class."""
     module = layer.get_submodule(name)
     own = inner(module)
     if isinstance(own, Conv1D):
@@ -226,7 +226,7 @@ def _outputs(module: Any) -> int:
 
 
 def _linear_names(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
-    """Returns the names in `transformers` of what each linear layer is made of."""
+    """Returns the names in `transformers` of the parts of each linear layer."""
     names: dict[str, tuple[str, ...]] = {}
     if spec.attends:
         names = {"qkv": spec.qkv, "output": (spec.output,)} | ({"query": (spec.query,)} if spec.query else {})
@@ -245,7 +245,7 @@ def _linear_names(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
 
 
 def _norm_names(spec: LayerSpec) -> dict[str, str]:
-    """Returns the names in `transformers` of the norms that there are, by those in the spec."""
+    """Returns the names in `transformers` of the existing norms, by their names in the spec."""
     norms = {kind: name for kind in _NORMS if (name := getattr(spec, kind)) is not None}
     if spec.index is not None and not spec.index.shared:
         norms["index_norm"] = spec.index.norm

@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class CpuBackend(PlainBackend):
-    """Runs a spec as one kernel call, and other models in the layers of `transformers` with packed linear layers."""
+    """Runs a spec as one kernel call, and other models as `transformers` does, with packed linear layers."""
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> None:
-        """alone: False: this process also runs a larger model, whose number of threads is used."""
+        """alone: False if this process also runs a larger model, whose number of threads is used."""
         self._in_one_thread = alone and has_small_layers(source)
         self._limit_threads()
         super().__init__(source, config)
@@ -111,7 +111,7 @@ class CpuBackend(PlainBackend):
         return self._right(model, probe)
 
     def _in_kernels(self, reference: ReferenceModel, kv_format: KVFormat | None = None) -> PagedModel:
-        """Returns the model in one kernel call; if that is not possible, as it is, and logs the reason."""
+        """Returns the model in one kernel call. If that is not possible, logs the reason and returns the reference."""
         source, shape = reference.source, reference.kv_shape
         joined = shape.joined() if reference.decoder.spec.has_latents else shape
         try:

@@ -98,7 +98,7 @@ class CpuModel(PagedModel):
         return adapted
 
     def decode(self, rows: int, longest: int, top: TopOnly | None, *, adapted: bool) -> tuple[Tensor, Tensor | None]:
-        """Decodes as the interface says. The argmax is None if more than that is needed, or if a row has a mask."""
+        """See the interface. The argmax is None if more of the logits is needed, or if a row has a mask."""
         mask = top.mask if top else None
         self._attach_states()
         tables = self._tables(longest)
@@ -146,7 +146,7 @@ class CpuModel(PagedModel):
         return self._finished(logits, taps, adapters, top)
 
     def _attach_states(self) -> None:
-        """Gives the kernel the states of all slots, if they are other ones than before."""
+        """Gives the kernel the states of all slots, if their tensors have been replaced."""
         states = self.states
         if states is None or self._attached == states.generation:
             return

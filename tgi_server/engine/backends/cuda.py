@@ -28,7 +28,7 @@ from tgi_server.engine.parallel import fault_of_any
 
 logger = logging.getLogger(__name__)
 
-# The share of their norm by which all fused layers together may change logits: one that is wrong changes them far more.
+# How much all fused layers together may change logits, as a share of their norm. Wrong layers change them far more.
 _ROUNDING = 0.1
 
 
@@ -43,7 +43,7 @@ class CudaBackend(PlainBackend):
         if config.group is not None and config.group.fallback is not None:
             self.fallbacks.append(config.group.fallback)
         self.linear_kernels = str(self._linear)
-        self._kind: type[ReferenceModel] = ReferenceModel  # that runs specs
+        self._kind: type[ReferenceModel] = ReferenceModel  # class of models with a spec
         # the fastest first
         self._attention: list[type[GatherAttention]] = [FlashAttention, CudaAttention, LatentAttention]
 
@@ -92,7 +92,7 @@ class CudaBackend(PlainBackend):
         return model
 
     def _with_attention(self, model: GenericModel | ReferenceModel) -> LogitsProbe:
-        """Gives the model the fastest attention that computes what plain torch does. Returns logits of long texts."""
+        """Gives the model the fastest attention that is right. Returns logits of long texts."""
         kv_format, shape = self._kv_format(), model.kv_shape
         probe = LogitsProbe(model, self.group, long=True, kv_format=kv_format)
         model.attention = self.attention(shape, kv_format)
@@ -119,7 +119,7 @@ class CudaBackend(PlainBackend):
         return probe
 
     def _fused(self, reference: ReferenceModel, probe: LogitsProbe) -> PagedModel:
-        """Returns the model in fused layers, or as it is if these have other outputs or attention has no kernel."""
+        """Returns the model in fused layers; the reference, with a fallback, if these are wrong or lack Triton."""
         try:
             from tgi_server.engine.backends.cuda_model import CudaModel
         except ImportError as error:

@@ -92,7 +92,7 @@ def fault_of_routing(layer: DecoderLayer, dtype: torch.dtype, device: torch.devi
 
 
 def fault_of_router(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns why the router's product cannot take 16 bits, whose products float32 has exactly; None if it can."""
+    """Returns why the router must not multiply in 16 bits with sums in float32; None if that is right."""
     router: Any = router_of(layer)
     if device == HOST or dtype is torch.float32 or isinstance(router, PackedLinear) or router.weight.dtype != dtype:
         return "its inputs or weights are not of 16 bits"
@@ -105,12 +105,12 @@ def fault_of_router(layer: DecoderLayer, dtype: torch.dtype, device: torch.devic
 
 
 def router_logits(router: Any, x: Tensor) -> Tensor:
-    """Returns the products of x by a router's weight, without its bias, [tokens, experts] float32."""
+    """Returns the product of x and a router's weight, without the bias, [tokens, experts] float32."""
     return torch.mm(x, router.weight.t(), out_dtype=torch.float32)
 
 
 def use_activation(experts: Grouped, activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
-    """Has experts compute their gate or activation by a kernel, if it is the one with this name."""
+    """Makes experts compute their gate or activation by a kernel, if they have the activation of this name."""
     kernel = partial(norm_and_gate.activate, activation=activation, gated=experts.gated)
 
     def cases() -> Iterator[proofs.Case]:
@@ -122,7 +122,7 @@ def use_activation(experts: Grouped, activation: Activation, dtype: torch.dtype,
 
 
 def latent_norms(layer: DecoderLayer) -> tuple[LatentNorm | None, LatentNorm] | None:
-    """Returns the norms of the queries and of the latents; None if the kernel has no such."""
+    """Returns the norms of the queries and of the latents; None if the kernel does not support them."""
     queries, keys = layer.norms.get("query_norm"), layer.norms.get("key_norm")
     made = [None if norm is None else _latent_norm(norm) for norm in (queries, keys)]
     if layer.latents is None or layer.spec.index is not None or made[1] is None:
@@ -146,7 +146,7 @@ def fault_of_latents(
     *,
     interleaved: bool,
 ) -> str | None:
-    """Returns why the kernel must not normalise, turn and write what a layer caches; None if it is right."""
+    """Returns why the kernel that writes latents must not be used; None if its results are right."""
     latents, (of_queries, of_keys) = layer.latents, norms
     assert latents is not None
     rank, rotated = latents.keys[0].out_features, latents.rotated

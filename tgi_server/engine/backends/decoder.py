@@ -70,7 +70,7 @@ class Norm:
         return kinds[errors.index(min(errors))]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns the normalised x, [..., size], in plain torch; of a sharded one as if this shard had all."""
+        """Returns the normalised x, [..., size], in plain torch. A sharded norm is computed from this shard alone."""
         weight, values = self.weight.float(), x.float()
         if self.centred:
             values = layer_norm(values, x.shape[-1:], None, None, self.eps) * weight
@@ -101,11 +101,11 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayers:
-    """Holds what a layer with latents has beside its first and last projection; heads are the shard's.
+    """The parts of a layer with latents between its first and last projection; heads are the shard's.
 
-    rotated: elements of a head that are turned. keys: make a head's query one for latents, of its other elements.
-    values: make a head's output of the latents attended to. index: elements of a key of the index, which is cached
-    beside the turned ones; 0: there is no index.
+    rotated: elements of a head that are rotated. keys: projects the other elements of a head's query to latents.
+    values: projects the mean of latents to a head's output. index: elements of a key of the index, which is cached
+    after the rotated ones; 0: there is no index.
     """
 
     rotated: int
@@ -114,7 +114,7 @@ class LatentLayers:
     index: int = 0
 
     def weights(self) -> Latents:
-        """Returns the weights of keys and values, for attention that makes these itself."""
+        """Returns the weights of keys and values, for attention that computes these itself."""
         keys, values = (
             torch.stack([layer.unpacked().weight.detach().T for layer in layers]) for layers in (self.keys, self.values)
         )
@@ -239,7 +239,7 @@ class Decoder:
         return KVShape(tuple(heads), max(sizes), None if alike else tuple(sizes), value_dim)
 
     def adaptable(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
-        """Yields each linear layer with the paths of those that it is made of, and their numbers of outputs."""
+        """Yields each linear layer with the paths of its parts, and their numbers of outputs."""
         for layer in self.layers:
             for linear, parts in layer.adaptable():
                 yield linear, [(f"{self.layers_path}.{layer.index}.{name}", outputs) for name, outputs in parts]

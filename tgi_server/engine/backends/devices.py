@@ -16,10 +16,10 @@ from tgi_server.engine.kernels.triton import OLDEST_DEVICE
 
 logger = logging.getLogger(__name__)
 
-# The share that the KV cache takes of the GPU memory that may be used. The rest is left to sampling, to logits of whole
-# prompts, and to gaps between tensors: the largest pass has none of that.
+# The share of the usable GPU memory for weights, forward passes and KV cache together. The rest is left to sampling, to
+# logits of whole prompts, and to gaps between tensors, none of which the largest pass of the warm-up has.
 CUDA_SHARE = 0.95
-# The share that the KV cache takes of the RAM that is free after loading. The rest is left to activations and to other
+# The share for the KV cache of the RAM that is free after loading. The rest is left to activations and to other
 # processes.
 CPU_SHARE = 0.3
 
@@ -69,8 +69,8 @@ def cache_bytes(
 ) -> int:
     """Returns the bytes for keys and values on `device`, once the weights are loaded and the largest pass has run.
 
-    cpu_memory: bytes of RAM; None: a share of what is free. processes: that share the RAM, or `cpu_memory`.
-    reserved: bytes that are free, and that each process will need for something else; `cpu_memory` is beside them.
+    cpu_memory: bytes of RAM; None: a share of the free RAM. processes: number of processes that share the RAM, or
+    `cpu_memory`. reserved: bytes of free memory that each process will need for something else, beside `cpu_memory`.
     """
     if device.type == "cuda":
         gc.collect()
@@ -84,9 +84,9 @@ def cache_bytes(
 
 
 def forget_peak(device: torch.device) -> None:
-    """Resets the peak memory of forward passes, which `cache_bytes` reserves for them."""
+    """Resets the measured peak memory of forward passes, which `cache_bytes` leaves free."""
     if device.type == "cuda":
-        gc.collect()  # or what a model before this one had would count
+        gc.collect()  # tensors of an earlier model must not count
         torch.cuda.reset_peak_memory_stats(device)
 
 

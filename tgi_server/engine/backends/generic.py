@@ -1,7 +1,6 @@
 """Models without a spec: the forward pass of `transformers` on the paged KV cache.
 
-What such a model lacks is added here, from outside: torch hooks add LoRA deltas to linear layers and read hidden
-states.
+Torch hooks add LoRA deltas to linear layers, add images to the outputs of layers, and read hidden states.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +20,14 @@ from tgi_server.engine.backends.lora import AdaptedLinear, AdapterRows
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.linear import PackedLinear
 
-# Layers that get only some of the rows in a mixture of experts: which ones is not known outside.
+# Layers of a mixture that get only the rows of an expert. Hooks cannot know which rows these are.
 _OF_EXPERTS = ".experts."
 # Layers whose weight the model reads without calling them, of Mamba; and those that choose experts.
 _NOT_FOR_ROWS = (".dt_proj", ".router")
 
 
 class CurrentRows:
-    """The rows of the pass that runs, for the layers that adapters change; None: none has an adapter."""
+    """The adapters of the current pass, for the layers that adapters change; None: no row has an adapter."""
 
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None
@@ -123,7 +122,7 @@ def _position_ids(inputs: PassInput) -> Tensor:
 
 
 def adapt_modules(model: nn.Module, current: CurrentRows, lora: MakeLora) -> list[AdaptedLinear]:
-    """Has hooks change what the linear layers of a model compute. Returns the places for LoRA deltas.
+    """Adds hooks that change the outputs of a model's linear layers. Returns the places for LoRA deltas.
 
     current: set before each pass.
     """
@@ -140,7 +139,7 @@ def adapt_modules(model: nn.Module, current: CurrentRows, lora: MakeLora) -> lis
 def install_paged_attention(model: PreTrainedModel) -> Callable[[], None]:
     """Makes the model attend through its modules' `paged_cache`. Returns a function that undoes it.
 
-    It may ignore that: the caller must check that it attends in this way, and correctly.
+    A model may ignore this: the caller must check that it attends in this way, and correctly.
     """
     own = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)

@@ -1,6 +1,6 @@
-"""Checks at load what a KV cache in 8 bits costs a model, and keeps in 16 bits what would cost too much.
+"""Checks at load how much a KV cache in 8 bits changes logits. If too much, keys or both stay in the model's dtype.
 
-Some models have keys with a large bias in a few channels (Qwen 2): FP8 rounds these by more than the others are large.
+Some models have keys with a large bias in a few channels (Qwen 2): its rounding error in FP8 exceeds all other numbers.
 So the likelihoods of a text's tokens are computed with the cache in 8 bits and in the model's dtype and compared: first
 with keys and values in 8 bits, then with the values alone.
 """
@@ -90,7 +90,7 @@ def _fault(
     tokens: Tensor,
     expected: Tensor,
 ) -> str | None:
-    """Returns why a format must not be used, in words; None: it may."""
+    """Returns the reason why a format must not be used; None: it may."""
     loss = divergence(expected, _logits(model, kv_format, attention, tokens))
     if loss <= MAX_LOSS:
         logger.info("KV cache in %s: divergence of %.4f", kv_format, loss)
@@ -108,7 +108,7 @@ def _logits(
 
 
 def _tokens(model: PagedModel, folder: Path, positions: int | None) -> Tensor:
-    """Returns the tokens of the text; of a model without a tokenizer some of its vocabulary: [tokens] int64."""
+    """Returns the tokens of the text, or for a model without a tokenizer some of its vocabulary: [tokens] int64."""
     source: Any = model.source
     known = probe_tokens(source, min(_TOKENS, positions or _TOKENS))
     file = folder / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Parts of layers in plain torch: what all layers use, and what few families have (mixtures, latents, streams)."""
+"""Parts of layers in plain torch: those of all layers, and those of few families (mixtures, latents, streams)."""
 
 import operator
 from abc import abstractmethod
@@ -77,7 +77,7 @@ class LayerParts(PagedModel):
         return (projected + (made.embedding(known) * scale).view(projected.shape)) * spec.scale
 
     def _mixed(self, layer: DecoderLayer, x: Tensor, residual: Tensor, rows: AdapterRows | None) -> Tensor:
-        """Returns what a mixture of experts makes of x, [tokens, hidden_size], with that of the shared expert."""
+        """Returns the output of a mixture of experts for x, [tokens, hidden_size], the shared expert's included."""
         norms, spec = layer.norms, layer.spec.mixture
         assert spec is not None
         of_router = self._normed(norms["router_norm"], residual) if "router_norm" in norms else x
@@ -106,7 +106,7 @@ class LayerParts(PagedModel):
         return output if group is None else group.all_reduce(output.contiguous())
 
     def _chosen(self, layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> tuple[Tensor, Tensor]:
-        """Returns the experts of each token, and what their outputs are multiplied by: [tokens, experts of a token]."""
+        """Returns the experts of each token, and the factors of their outputs: [tokens, experts of a token] each."""
         return routed(layer, self._router_logits(layer, x, rows))
 
     def _router_logits(self, layer: DecoderLayer, x: Tensor, rows: AdapterRows | None) -> Tensor:
@@ -123,7 +123,7 @@ class LayerParts(PagedModel):
     def _attend_to_latents(self, layer: DecoderLayer, x: Tensor, variant: AttentionVariant, step: LayerPass) -> Tensor:
         """Returns the input of the output projection, [tokens, heads * value_size].
 
-        The cache has of a token what all heads share: a latent, and the elements that are turned.
+        The cache of a token, which all heads share, has a latent and the rotated elements.
         """
         latents, spec = layer.latents, layer.spec
         assert latents is not None
@@ -169,7 +169,7 @@ class LayerParts(PagedModel):
         return replace(variant, selection=step.selections[-1]), key
 
     def _turns(self, number: int, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the rope with this number turns positions by, as `RotaryTable.at` has it."""
+        """Returns the rotation of positions by the rope with this number, as `RotaryTable.at` does."""
         return self.decoder.ropes[number].at(like, positions)
 
     def _turned(self, x: Tensor, rope: int | None, step: LayerPass, *, interleaved: bool | None = None) -> Tensor:
@@ -207,7 +207,7 @@ class LayerParts(PagedModel):
         return activation(gate) * other
 
     def _of_input(self, layer: DecoderLayer, x: Tensor, step: LayerPass) -> Tensor:
-        """Returns what a layer makes of x and of its further input."""
+        """Returns the layer's further input, multiplied by a gate that is computed from x, and projected."""
         assert step.further is not None
         gate = ACTIVATIONS[self._spec.activation](layer.linears["input_gate"].adapted(x, step.rows))
         output: Tensor = layer.linears["input_projection"].adapted(gate * step.further[:, layer.index], step.rows)
@@ -265,7 +265,7 @@ class LayerParts(PagedModel):
 
 
 def _variant(layer: DecoderLayer) -> AttentionVariant | None:
-    """Returns how a layer attends, with the weights that make keys and values of latents, if it has such."""
+    """Returns the attention variant of a layer, with the weights for latents if it has any; None: no attention."""
     if layer.variant is None or layer.latents is None:
         return layer.variant
     return replace(layer.variant, latents=layer.latents.weights())

@@ -19,7 +19,7 @@ from tgi_server.engine.parallel.layers import RowParallel, ShardedGatedNorm, Sha
 _Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
-# Parts of a Mamba layer's channels that threads compute by themselves: as many as divide its channels.
+# Possible numbers of parts of a Mamba layer's channels, which threads compute in parallel; the first divisor is used.
 _MAMBA_PARTS = (16, 8, 4, 2, 1)
 
 # How a `torch.classes.oatmill.Mixer` is made: the name of a function there, and its arguments. A linear layer stands
@@ -53,7 +53,7 @@ class MixerKernel:
     def of(cls, spec: MixerSpec, layer: nn.Module, linear: LinearFactory) -> Self | None:
         """Returns the kernel of a mixer in a layer of `transformers`; None if there is none for its parts.
 
-        linear: packs layers in between.
+        linear: packs the linear layers between the projections.
         """
         mixer: Any = layer.get_submodule(spec.name)
         if getattr(mixer, "activation", "silu") not in ("silu", "swish"):

@@ -14,7 +14,7 @@ from tgi_server.engine.memory import DeferredFree
 from tgi_server.engine.progress import counted
 from tgi_server.loading import PACKING
 
-# Below this a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
+# With fewer bytes a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
 SMALL_LAYER_BYTES = 1 << 20
 # Linear layers, of Mamba, whose weight is multiplied by the module above them.
 _READ_FROM_OUTSIDE = {"dt_proj"}
@@ -28,7 +28,7 @@ def pack_linears(module: nn.Module, linear: LinearFactory) -> None:
 
 
 def pack_quantized(model: nn.Module, linear: LinearFactory) -> None:
-    """Packs the quantised weights of all linear layers for which there are kernels, and leaves all else as it is."""
+    """Packs the quantised weights of all linear layers for which there are kernels; other layers stay as they are."""
 
     def packed(module: nn.Module) -> nn.Module | None:
         return _packed_linear(linear, module) if isinstance(module, QuantizedLinear) else None
@@ -52,9 +52,9 @@ def unpack(model: nn.Module) -> None:
 def has_small_layers(model: nn.Module) -> bool:
     """Returns True if one thread computes the model as fast as several, since its linear layers are small.
 
-    Threads that meet after every such layer win nothing on an idle machine, and on a busy one each meeting waits for
-    the slowest. Call it before the weights are packed. A mixture is as large as its other layers, whatever its experts
-    are in.
+    Threads that synchronise after every such layer gain nothing on an idle machine, and on a busy one each time wait
+    for the slowest. Call it before the weights are packed. The experts of a mixture do not count, whatever format they
+    have.
     """
     of_experts = {
         id(inside) for module in model.modules() if isinstance(module, Experts) for inside in module.modules()
@@ -66,7 +66,7 @@ def has_small_layers(model: nn.Module) -> bool:
 
 
 def pack_embedding(embedding: QuantizedEmbedding, head: nn.Module | None, linear: LinearFactory) -> None:
-    """Has an embedding look its rows up in a packed layer, if there are kernels for it: the head's or its own.
+    """Makes an embedding read its rows from a packed layer, the head's or its own, if there are kernels for it.
 
     head: the packed layer with the same weight; None: there is none.
     """
@@ -83,7 +83,7 @@ def pack_embedding(embedding: QuantizedEmbedding, head: nn.Module | None, linear
 
 
 def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None:
-    if isinstance(module, Experts):  # whose other layers follow, one by one
+    if isinstance(module, Experts):  # its layers follow, one by one
         for parts in cast(list[nn.ModuleList], module.gate_up):
             if len(parts) > 1 and linear.merges(*parts):
                 parts[0] = linear.merged(*cast(Any, parts))
@@ -146,7 +146,7 @@ def _replace_children(
 
 
 def replace_module(parent: nn.Module, name: str, new: nn.Module, deferred: DeferredFree) -> None:
-    """Puts a module in the place of another, whose weights are freed."""
+    """Replaces a module by another one, and frees its weights."""
     old = parent.get_submodule(name)
     parent.set_submodule(name, new)
     for module in old.modules():

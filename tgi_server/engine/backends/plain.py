@@ -1,4 +1,4 @@
-"""The backend of plain torch, for any device, on whose parts those of CPUs and GPUs build."""
+"""The backend of plain torch, for any device, and the base of the backends for CPUs and GPUs."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlainBackend(Backend):
-    """Runs the forward pass of `transformers`, or a spec where the attention of that cannot be replaced."""
+    """Runs the forward pass of `transformers`, or a spec if the attention of that pass cannot be replaced."""
 
     def __init__(self, source: PreTrainedModel, config: EngineConfig) -> None:
         super().__init__(source, config)
@@ -68,7 +68,7 @@ class PlainBackend(Backend):
         return ReferenceModel(source, decoder, self.attention(decoder.kv_shape))
 
     def _created(self, spec: DecoderSpec | None, positions: int | None) -> PagedModel | None:
-        """Returns the model as the device computes it best. positions: length of the longest text; None: unlimited."""
+        """Returns the fastest correct model for the device. positions: length of the longest text; None: unlimited."""
         otherwise = "takes the padded path" if spec is None else "runs by its spec in plain torch"
         found: tuple[GenericModel | ReferenceModel, LogitsProbe] | None = self._generic(positions, otherwise)
         if found is None and spec is not None:

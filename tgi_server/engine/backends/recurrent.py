@@ -1,7 +1,7 @@
 """Layers with states (gated delta nets, Mamba, short convolutions) in plain torch, between their projections.
 
-Each sequence of a pass is computed from the state in its slot on. `kernels/cpu/recurrent/` computes the same. `of` has
-the arguments of a recipe of `mixer_kernels.py`.
+Each sequence of a pass continues from the state in its slot. `kernels/cpu/recurrent/` computes the same. `of`: the
+arguments of a recipe of `mixer_kernels.py`.
 """
 
 import importlib
@@ -41,7 +41,7 @@ def mix(
 
 
 class _Texts:
-    """The sequences of a pass, and what they have of one layer. rows: those with adapters; None: there are none."""
+    """The sequences of a pass, with their states of one layer. rows: the rows with adapters; None: there are none."""
 
     def __init__(self, layer: int, metadata: ForwardMetadata, states: SequenceStates, rows: AdapterRows | None) -> None:
         self._layer, self._metadata, self._states = layer, metadata, states
@@ -88,7 +88,7 @@ def _advance(
 
 
 def _delta_net(texts: _Texts, projected: Tensor, of: tuple[Any, ...]) -> Tensor:
-    """Computes a gated delta net (Yang et al., 2024). grouped: projections give their parts for each key head."""
+    """Computes a gated delta net (Yang et al., 2024). grouped: outputs of projections are ordered by key head."""
     key_heads, grouped, taps, rates, bias, rate_scale, weight, eps = of
     heads, size = len(rates), len(weight)
     of_values, mixed = heads * size, taps.shape[1]
@@ -195,7 +195,7 @@ def convolution(
     state: Tensor | None,
     x: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Convolves each channel with the tokens up to the own one. taps: [width, channels]. x: [texts, tokens, channels].
+    """Convolves each channel over its last inputs. taps: [width, channels]. x: [texts, tokens, channels].
 
     state: the last inputs before these, [texts, width - 1, channels].
     """
@@ -307,5 +307,5 @@ def _of_length_1(x: Tensor) -> Tensor:
 
 
 def _of_transformers(module: str, name: str) -> Any:
-    """Returns a function of `transformers` in plain torch, not what may replace it by a kernel of another library."""
+    """Returns a function of `transformers` in plain torch, never a kernel of another library that may replace it."""
     return inspect.unwrap(getattr(importlib.import_module(f"transformers.models.{module}"), name))

@@ -31,7 +31,7 @@ class ReferenceModel(LayerParts):
         self.states = SequenceStates() if decoder.spec.has_states else None
         self._tapped: frozenset[int] = frozenset()
         self._keep: Keep | None = None
-        # as the model's dtype has it
+        # rounded to the model's dtype
         self._embedding_scale = float(torch.tensor(self._spec.embedding_scale, dtype=attention.dtype))
 
     def forward(self, inputs: PassInput) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: what they are for texts of many lengths in one batch, and each computed once."""
+"""Rotary position embeddings: tables that are computed once, for texts of all lengths in one batch."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class RotaryTable:
 
     def __init__(self, rope: Any, spec: RopeSpec) -> None:
         """rope: an embedding such as LlamaRotaryEmbedding of `transformers`; None: spec has the number of elements.
-        spec: which of its tables this is.
+        spec: selects one of its tables.
         """
         self._rope = rope if spec.rotated is None else PlainRope(spec.rotated)
         self._spec = spec
@@ -27,10 +27,10 @@ class RotaryTable:
         self._axes: Tensor | None = None  # of three positions the one that turns each element: [rotated] int64
 
     def tables(self, like: Tensor, length: int) -> list[Tensor]:
-        """Returns the cosines and the sines, [positions, rotated] each, of `length` positions at least.
+        """Returns the cosines and the sines, [positions, rotated] each, of at least `length` positions.
 
-        like: a tensor of the dtype and device of hidden states. Where the frequencies are not fixed yet, they are those
-        of a text of `length` tokens.
+        like: a tensor of the dtype and device of hidden states. Frequencies that are not fixed yet are those of a text
+        of `length` tokens.
         """
         if _depends(_kind(self._rope)):
             return self._turns(like, torch.arange(length, device=like.device))
@@ -89,9 +89,9 @@ class PlainRope(nn.Module):
 
 
 def repeated(tables: tuple[Tensor, Tensor] | Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines, [..., rotated], with the numbers of half of a head twice, as kernels take them.
+    """Returns cosines and sines, [..., rotated], in which both halves are equal, as kernels read them.
 
-    kind: how the tables that are given have them; see RopeSpec.
+    kind: form of the given tables; see `table` of RopeSpec.
     """
     cosine, sine = (tables.real, tables.imag) if isinstance(tables, Tensor) else tables
     if kind == "pairs":
@@ -106,7 +106,7 @@ class LengthDependentRope:
     Most models have none. `transformers` chooses the frequencies in every pass, by the furthest position in the pass.
     In a batch, the length of one request would then change the tokens of another one, and cached keys could have other
     frequencies than new ones. Here the frequencies are chosen once, for the longest text that is accepted, as in vLLM.
-    If that is not longer than the texts of the model's first training, each request gets what it would get alone.
+    Up to the length of texts in the model's first training, each request gets the same tokens as if it ran alone.
     """
 
     def __init__(self, model: nn.Module) -> None:

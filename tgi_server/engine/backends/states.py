@@ -1,4 +1,4 @@
-"""States of layers without keys: convolutions and recurrences have states, one slot for each sequence."""
+"""States of layers that have no keys (convolutions and recurrences), with one slot for each sequence."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -42,12 +42,12 @@ class SequenceStates:
         self._first_snapshot, self._slots = slots, slots + snapshots
         self.generation += 1
         for key, tensor in self._parts.items():
-            self._parts[key] = tensor.new_empty(0)  # or both the old and the new one would have to fit
+            self._parts[key] = tensor.new_empty(0)  # frees it, so that old and new tensor need not fit together
             self._parts[key] = _zeros((self._slots, *tensor.shape[1:]), tensor)
         self._drafted.clear()
 
     def slot_of(self, snapshot: int) -> int:
-        """Returns the slot in which a snapshot lies; the first one has number 1. Raises InvalidCall."""
+        """Returns the slot of a snapshot; the first snapshot has number 1. Raises InvalidCall."""
         slot = self._first_snapshot + snapshot - 1
         if not self._first_snapshot <= slot < self._slots:
             raise InvalidCall(
@@ -82,7 +82,7 @@ class SequenceStates:
         return states[slots] if isinstance(slots, slice) else states.index_select(0, slots)
 
     def all_slots(self, key: Part, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns the states of all slots, [slots, *shape], on a CPU; who calls writes into them."""
+        """Returns the states of all slots, [slots, *shape], on a CPU; the caller may write into them."""
         if key not in self._parts:
             self._parts[key] = mapped((self._slots, *shape), dtype)
         return self._parts[key]
@@ -97,7 +97,7 @@ class SequenceStates:
             self._parts[key].index_copy_(0, slots, states)
 
     def begin_pass(self) -> None:
-        """Forgets the drafted tokens of the pass before: those that were right have been accepted by now."""
+        """Forgets the drafted tokens of the previous pass; the right ones must have been accepted before."""
         self._drafted.clear()
 
     def draft(self, slot: int, advance: Callable[[int], None]) -> None:

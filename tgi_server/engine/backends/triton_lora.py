@@ -22,7 +22,7 @@ class TritonLora(LoraBackend):
         self._outputs = outputs
         self._most_ranks = most_ranks
         self._deltas: dict[int, tuple[Tensor | None, ...]] = {}
-        # of a, b, dora_scale and bias_delta; and how many rows a has
+        # addresses of a, b, dora_scale and bias_delta; and the number of rows of a
         self._tables = torch.zeros(4, _NUMBERS, dtype=torch.int64, device=device)
         self._ranks = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
 

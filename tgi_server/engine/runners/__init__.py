@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> Runner:
-    """Returns a paged runner when the model can take that path, else a padded one.
+    """Returns a paged runner if the model can take that path, and a padded one otherwise.
 
-    alone: False: this process runs a larger model, too, and the number of threads suits that one.
+    alone: False if this process also runs a larger model, whose number of threads is used.
 
     Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
-    cannot be quantised in this format. All shards of a model come to the same decision.
+    cannot be quantised in this format. All shards of a model make the same choice.
     """
     progress(PACKING)
     weights = (module for module in model.modules() if isinstance(module, QuantizedLinear))
@@ -58,10 +58,10 @@ class StoredModel:
 
 
 def stored_model(runner: Runner, model: PreTrainedModel) -> StoredModel | None:
-    """Returns what `restored_runner` makes a runner of; None for models that are not worth storing, or cannot be.
+    """Returns the parts from which `restored_runner` makes a runner; None for models that cannot or need not be stored.
 
-    Dense weights are not: packing them takes little longer than reading them. model: the one that the runner was made
-    from.
+    Dense weights need not be stored: packing them takes little longer than reading them. model: the model from which
+    the runner was made.
     """
     if not isinstance(runner, PagedRunner) or not isinstance(runner.model, CpuModel):
         return None

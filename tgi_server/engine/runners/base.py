@@ -145,7 +145,7 @@ class Runner(ABC):
         """Prepares a sequence whose prompt has not been computed."""
 
     def leave(self, sequence: RunningSequence) -> None:  # noqa: B027
-        """Frees what a sequence has beside its row and its blocks, such as a slot for states."""
+        """Frees everything of a sequence but its row and its blocks, such as a slot for states."""
 
     def save_state(self, sequence: RunningSequence, snapshot: int) -> None:
         """Copies the state of a sequence, as earlier passes left it, into a snapshot. Only for models with states."""
@@ -172,7 +172,7 @@ class Runner(ABC):
 
     @abstractmethod
     def move(self, source: int, target: int) -> None:
-        """Moves the sequence in row `source` to row `target`, and forgets the one that stood there."""
+        """Moves the sequence in row `source` to row `target`, whose sequence is forgotten."""
 
     @abstractmethod
     def truncate(self, rows: int) -> None:
@@ -187,9 +187,9 @@ class Runner(ABC):
 
 
 def within_positions(model: nn.Module, config: PretrainedConfig, max_total_tokens: int | None) -> int | None:
-    """Returns `max_total_tokens`, or the positions that the model has where it cannot compute more of them.
+    """Returns `max_total_tokens`, but at most the number of positions of a model with learned positions.
 
-    Rotary positions go on beyond those that a model was made for; learned ones stand in a table, which ends.
+    Rotary positions can exceed the length that a model was trained for; a table of learned ones cannot.
     """
     positions = position_limit(config)
     if max_total_tokens is None or positions is None or any(hasattr(module, "rope_type") for module in model.modules()):
@@ -200,8 +200,8 @@ def within_positions(model: nn.Module, config: PretrainedConfig, max_total_token
 def warm_up_tokens(config: PretrainedConfig, max_prefill_tokens: int, *, fixed_memory: bool) -> int:
     """Returns the tokens of the prompt that the warm-up runs: the longest one, so that memory free after it stays free.
 
-    Where memory is not fixed, as on a CPU, a short one does: only first-use work is to be got out of the way. There is
-    always room for one more token after it.
+    Where memory is not fixed, as on a CPU, the prompt is short: it only does the work of first uses. There is always
+    room for one more token after it.
     """
     tokens = max_prefill_tokens if fixed_memory else min(max_prefill_tokens, CPU_WARM_UP_TOKENS)
     limit = position_limit(config)

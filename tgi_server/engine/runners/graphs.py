@@ -26,10 +26,7 @@ T = TypeVar("T")
 
 
 class Capture(Protocol):
-    """Takes a step, and returns a function that does the same again.
-
-    It returns the same tensors as the step did, with their new contents.
-    """
+    """Captures a step. Returns a function that repeats it, and returns the step's own tensors with new contents."""
 
     def __call__(self, step: Callable[[], T]) -> Callable[[], T]: ...
 
@@ -42,7 +39,7 @@ def graph_batch_sizes(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
 
 
 class SharedOutputs:
-    """Tensors into which steps of all sizes put what they compute, so that not each of them keeps its own."""
+    """Output tensors that the steps of all sizes share, so that not each of them keeps its own."""
 
     def __init__(self) -> None:
         self._tensors: tuple[Tensor, ...] = ()
@@ -63,8 +60,8 @@ class DecodeGraphs:
     def __init__(self, sizes: Iterable[int], step: Callable[[int], tuple[Tensor, ...]], capture: Capture) -> None:
         """step: computes a number of rows, the first dimension of whatever it returns.
 
-        Raises RuntimeError if the step cannot be captured. The largest one is captured first: the others find room in
-        the memory that it has taken.
+        Raises RuntimeError if the step cannot be captured. The largest one is captured first: the others fit into the
+        memory that it has allocated.
         """
         outputs = SharedOutputs()
         self._steps: dict[int, Callable[[], tuple[Tensor, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Hidden states of the last forward pass, for those who draft from them."""
+"""Hidden states of the last forward pass, for drafters that read them."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -13,7 +13,7 @@ T = TypeVar("T")
 class HiddenStates:
     """Holds the inputs of a model's head and of some of its layers, which it taps. The next pass overwrites them.
 
-    head: [rows, hidden_size]; what the logits of the last pass were made from, in their order.
+    head: [rows, hidden_size]; the hidden states from which the logits of the last pass were computed, in their order.
     layers: [tokens, hidden_size] each; the inputs of the requested layers, in ascending order.
     """
 

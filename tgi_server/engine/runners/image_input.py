@@ -1,4 +1,4 @@
-"""Images in the input of a pass: embeddings in the places of tokens, rotary positions, and how far tokens attend."""
+"""Images in the input of a pass: embeddings that replace tokens, rotary positions, and the reach of attention."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,9 +22,9 @@ def with_images(
     chunks: Sequence[PromptChunk],
     filler: int,
 ) -> PassInput:
-    """Returns the input of a pass with the images of its chunks. A sequence whose image is at fault notes that.
+    """Returns the input of a pass with the images of its chunks. Sets `fault` of a sequence with an unusable image.
 
-    decoding: rows of the batch that decode in the pass. filler: the token in the places of images.
+    decoding: rows of the batch that decode in the pass. filler: the token that image tokens are replaced with.
     """
     if tower.two_way:
         _attend_both_ways(inputs, chunks, in_windows=tower.two_way == "windows")
@@ -75,7 +75,7 @@ def _rotary(batch: PagedBatch, decoding: int, chunks: Sequence[PromptChunk]) -> 
 
 
 def _attend_both_ways(inputs: PassInput, chunks: Sequence[PromptChunk], *, in_windows: bool) -> None:
-    """Notes in a pass's metadata how far the tokens of images look. in_windows: in layers with a window alone."""
+    """Sets `ends` in a pass's metadata for image tokens. in_windows: True if only for layers with a window."""
     metadata = inputs.metadata
     found = [
         None if chunk.sequence.placed is None else chunk.sequence.placed.ends(chunk.start, span.kv_length)

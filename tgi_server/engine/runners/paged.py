@@ -30,13 +30,13 @@ from tgi_server.engine.sequence import RunningSequence
 
 logger = logging.getLogger(__name__)
 
-# Tokens for whose keys and values memory is taken at the start, and beyond those that have come.
+# Tokens for whose keys and values memory is allocated at the start, and ahead of the tokens in use.
 _RESERVED_TOKENS, _TOKENS_AHEAD = 1 << 17, 1 << 14
-# No more memory is reserved than the weights take, times this: a small model shall stay small.
+# Memory is reserved up to this many times the size of the weights: the process of a small model shall stay small.
 _RESERVED_WEIGHTS = 16
 # Snapshots of states, for each sequence of the largest batch, and the share of the memory that they may take.
 _SNAPSHOTS_OF_ONE, _SNAPSHOT_SHARE = 4, 0.25
-# Seconds that the start spends on reserving memory; the rest is taken beside the first requests.
+# Seconds that the start spends on reserving memory; the rest is allocated while the first requests are served.
 _RESERVE_SECONDS = 0.1
 
 
@@ -113,9 +113,9 @@ class PagedRunner(PagedSteps):
         )
 
     def _caps(self, limit: int, adapter_bytes: int) -> Caps:
-        """Returns what fills this GPU, the same for all shards: by the time of a prompt, and the memory that is left.
+        """Returns the caps for this GPU, from the time of a prompt and the free memory; the same for all shards.
 
-        limit: most tokens of one sequence.
+        limit: maximum number of tokens of one sequence.
         """
         seconds = []
         for _ in range(2):  # the first compiles kernels
@@ -142,10 +142,10 @@ class PagedRunner(PagedSteps):
         return caps
 
     def _affordable(self, max_batch_size: int, taken: int = 0, adapter_bytes: int = 0) -> tuple[int, int]:
-        """Returns how many blocks and snapshots of states there is memory for, the same for all shards.
+        """Returns how many blocks and snapshots of states fit into memory, the same for all shards.
 
-        States of `max_batch_size` sequences come first. taken, adapter_bytes: bytes that are not for them; the latter
-        are free yet, and of each process.
+        States of `max_batch_size` sequences come first. taken, adapter_bytes: bytes to leave out; the latter are still
+        free, and for each process.
         """
         processes = self._group.local_world_size if self._group else 1
         config = self.backend.config
@@ -171,7 +171,7 @@ class PagedRunner(PagedSteps):
     def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
         """Warms up beside another model, for the same sequences and the same block ids.
 
-        What it computes of prompts is not captured: drafters may have inputs of their own there.
+        Its steps with prompts are not captured, since drafters may have inputs of their own there.
         """
         self._captured = CapturedSteps()
         self._run_largest(capacity.max_batch_size, max_prefill_tokens, capacity.max_total_tokens, None)
@@ -257,8 +257,8 @@ class PagedRunner(PagedSteps):
     def _run_last_chunk(self, tokens: int, longest: int, blocks: list[int], max_batch_size: int) -> Tensor:
         """Runs the last `tokens` tokens of the longest prompt, while all other rows decode. Returns all rows' logits.
 
-        All of the prompt's keys stand in the blocks of these tokens, over and over: so a long prompt takes no more
-        memory than they do, and what is made of its keys on the way takes as much as it ever does.
+        The prompt's block table repeats the blocks of these tokens, so the cache needs no more memory than for them,
+        while intermediate tensors are as large as with the longest prompt.
         """
         repeated = -(-longest // self.block_size)
         table = (blocks * -(-repeated // len(blocks)))[:repeated]

@@ -25,10 +25,10 @@ class PagedBatch:
     adapters: [rows] int32; the number of each row's adapter, 0 for none.
     rope_deltas: [rows] int64; each row's rotary positions less its positions.
     state_slots: the slot of each row's states, on the host. row_slots: [rows] int64; the same on the device.
-    A row that no sequence has stands at position 0 of the scratch block.
+    A row without a sequence is at position 0 of the scratch block.
 
-    A row advances by one position a pass, and by those of drafted tokens that the host knows to be right. So the host
-    knows every position without asking the device: it is the number of passes so far plus the row's position offset.
+    A row advances by one position a pass, and by the drafted tokens that the host knows to be right. So the host knows
+    every position without asking the device: it is the number of passes so far plus the row's position offset.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PagedBatch:
         self._mrope = mrope
 
     def __len__(self) -> int:
-        """Returns the number of rows, those that no sequence has included."""
+        """Returns the number of rows, including those without a sequence."""
         return len(self.tokens)
 
     def place(
@@ -125,7 +125,7 @@ class PagedBatch:
     def follow(self, tokens: Tensor) -> None:
         """Makes tokens, [rows] int64, the next inputs of the first rows. Those with a sequence advance by a position.
 
-        The same work on the device whichever rows have one, so that a captured step may do it.
+        The work on the device is the same whichever rows have a sequence, so a captured step can contain it.
         """
         rows = len(tokens)
         self.tokens[:rows] = tokens
@@ -147,7 +147,7 @@ class PagedBatch:
     def draft_input(self, rows: int) -> PassInput:
         """Returns the input of a pass in which the first `rows` rows decode, each with the most drafted tokens.
 
-        Where a row has fewer, those that are computed in their place are written to the scratch block.
+        Where a row has fewer, the padding after its drafted tokens is written to the scratch block.
         """
         tokens = torch.cat([self.tokens[:rows, None], self.drafted[:rows]], dim=1)
         real, first = tokens >= 0, self.positions[:rows, None]
@@ -256,7 +256,7 @@ class PagedBatch:
         return tables.gather(1, positions // size) * size + positions % size
 
     def longest(self, rows: int) -> int:
-        """Returns the most tokens that one of the first `rows` rows has in the cache after this pass."""
+        """Returns the length in the cache, after this pass, of the longest of the first `rows` rows."""
         return self._passes + max(self._position_offsets[:rows], default=0) + 1
 
 
@@ -281,7 +281,7 @@ class _Prompts:
 
 
 def _on_device(chunks: Sequence[PromptChunk], decoding: int, block_size: int, device: torch.device) -> _Prompts:
-    """Brings all that a pass needs of its prompt chunks to the device in one copy.
+    """Copies everything that a pass needs to know about its prompt chunks to the device at once.
 
     decoding: sequences that decode in the same pass. Their tokens come first, and all their logits are wanted.
     """

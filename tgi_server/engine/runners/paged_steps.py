@@ -27,8 +27,8 @@ from tgi_server.engine.vision.tower import VisionTower
 class PagedSteps(Runner):
     """Runs a model's steps over a KV cache of blocks, once `allocate` has made room for a batch.
 
-    hidden_states: those of the last pass, if anybody wants them; set before `allocate`.
-    most_drafted: tokens that are drafted for a sequence in one step, at most.
+    hidden_states: those of the last pass, if a drafter reads them; set before `allocate`.
+    most_drafted: maximum number of drafted tokens of a sequence in one step.
     tower: reads the images of prompts; None: there are none. Set before `allocate`.
     """
 
@@ -44,7 +44,7 @@ class PagedSteps(Runner):
         self.states = model.states
         config: PretrainedConfig = model.source.config
         self._config = config
-        # The token in the places of images, as the model may have no embedding of theirs.
+        # The token that replaces image tokens, for which the model may have no embedding.
         self._filler = max(config.get_text_config(decoder=True).pad_token_id or 0, 0)
         self._device = model.attention.device
         self.block_size = model.attention.block_size
@@ -148,14 +148,14 @@ class PagedSteps(Runner):
             raise InvalidCall(f"block {low if low < 1 else high} does not exist; blocks go from 1 to {most}")
 
     def _check(self, blocks: list[int]) -> None:
-        """Raises InvalidCall for blocks that do not exist, and takes memory for those that do."""
+        """Raises InvalidCall for blocks that do not exist. Allocates memory for the blocks."""
         self.check_blocks(blocks)
         if (highest := max(blocks, default=0)) > self._highest_block:
             self._highest_block = highest
             self.model.attention.reserve(highest + 1, self._blocks_ahead)
 
     def _take_slot(self, sequence: RunningSequence, states: SequenceStates) -> None:
-        """Gives a sequence a slot, with the state that its snapshot has, or none."""
+        """Gives a sequence a slot, with the state of its snapshot, or empty."""
         if bool(sequence.computed) != bool(sequence.snapshot):
             raise InvalidCall(
                 f"request {sequence.request_id}: {sequence.computed} cached tokens with snapshot {sequence.snapshot}; "

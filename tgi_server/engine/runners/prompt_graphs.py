@@ -13,8 +13,8 @@ from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
 from tgi_server.engine.backends.base import PassInput
 from tgi_server.engine.runners.graphs import Capture, SharedOutputs
 
-# No more than a third of a larger step's tokens is padding. For more tokens than the last the device takes longer than
-# the host does to launch the kernels.
+# Padding is at most a third of a step of more than 16 tokens. Beyond the last count a graph saves no time: the device
+# takes longer to compute the kernels than the host to launch them.
 TOKEN_COUNTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
@@ -37,7 +37,7 @@ class PromptGraphs:
     ) -> None:
         """Raises RuntimeError if the steps cannot be captured.
 
-        counts: tokens of each, in ascending order. rows: most sequences of a step, and most logits that are wanted.
+        counts: tokens of each step, ascending. rows: maximum number of sequences of a step, and of wanted logits.
         tables: the block tables of a step, [any, blocks] int32. run: computes the wanted logits, [wanted, vocab_size].
         """
         most, device = counts[-1], tables.device
@@ -57,8 +57,8 @@ class PromptGraphs:
             self._steps[count] = capture(lambda count=count: outputs.put(run(self._input(count))))  # type: ignore[misc]
 
     def run(self, inputs: PassInput) -> Tensor | None:
-        """Returns the wanted logits of a step; None if no captured step has room for it, or has what a row needs: an
-        adapter, or something of images.
+        """Returns the wanted logits of a step; None if no captured step is large enough, or if a row has an adapter or
+        images.
         """
         assert inputs.wanted is not None
         tokens, wanted = len(inputs.tokens), len(inputs.wanted)
@@ -72,7 +72,7 @@ class PromptGraphs:
         return self._steps[min(counts)]()[0][:wanted]
 
     def _room(self, count: int) -> int:
-        """Returns the most logits of a step with this many tokens."""
+        """Returns the maximum number of logits of a step with this many tokens."""
         return min(count, self._rows)
 
     def _copy(self, inputs: PassInput) -> None:

@@ -18,8 +18,8 @@ from tgi_server.engine.sequence import RunningSequence
 
 # Tokens of the steps that are measured.
 _MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
-# All are measured in turns, so that a busy moment spoils none for good: until _QUIET_ROUNDS rounds in a row have found
-# none _MUCH_FASTER times as fast as before, or, after _LEAST_ROUNDS, for _SECONDS.
+# Steps are measured in rounds, so that a busy moment spoils no result for good. Measuring ends after _QUIET_ROUNDS
+# rounds in which no step was _MUCH_FASTER times as fast as before, or after _LEAST_ROUNDS rounds and _SECONDS.
 _QUIET_ROUNDS = 2
 _MUCH_FASTER = 1.2
 _LEAST_ROUNDS = 3
@@ -27,7 +27,7 @@ _SECONDS = 2.0
 
 
 class StepCosts:
-    """Seconds of a step, measured for some numbers of tokens; in between and beyond they lie on straight lines.
+    """Seconds of a step, measured for some numbers of tokens, and interpolated or extrapolated linearly for others.
 
     On a machine with bandwidth to spare, eight tokens take hardly longer than one. Sixty-four do.
     """
@@ -45,9 +45,9 @@ class StepCosts:
         return f"{self.without_drafts} ms; with drafts: {self.with_drafts} ms"
 
     def least_chance(self, rows: int, expected: float, most: int) -> float:
-        """Returns the probability to be right up to which no drafted tokens are worth their time, whatever they are.
+        """Returns a lower bound: drafted tokens with a smaller probability to be right are never worth their time.
 
-        rows, expected: as of `worth`. most: drafted tokens of all sequences together, at most.
+        rows, expected: see `worth`. most: maximum number of drafted tokens of all sequences together.
         """
         if not most:
             return 1.0
@@ -64,7 +64,7 @@ class StepCosts:
         expected: float,
         drafting: Callable[[int], float] = lambda tokens: 0.0,
     ) -> list[int]:
-        """Returns how many tokens of each draft to check for the most tokens per second.
+        """Returns how many tokens of each draft to check to get the most tokens per second.
 
         lengths: tokens of each draft. chances: for each draft, the probability that a token is right if those before it
         are. rows: number of other tokens that the step computes. expected: number of other tokens that it yields.
@@ -143,7 +143,7 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
 
 
 def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup | None) -> Line:
-    """Measures a function of the number of rows, up to a bound. All shards go by what the first one measured."""
+    """Measures a function of the number of rows, up to a bound. All shards use the measurements of the first one."""
     rows = [count for count in _MEASURED_TOKENS if count <= most]
     return Line(dict(zip(rows, _fastest([partial(compute, count) for count in rows], group), strict=True)))
 
@@ -151,9 +151,9 @@ def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup 
 def _fastest(
     computations: Sequence[Callable[[], Tensor]], group: ShardGroup | None, set_back: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Returns the seconds of each computation when nothing held it up, those of the first shard for all.
+    """Returns the shortest seconds of each computation, those of the first shard for all shards.
 
-    set_back: undoes what a round of them has changed.
+    set_back: undoes the changes of a round.
     """
     fastest = [math.inf] * len(computations)
     rounds = quiet = 0
@@ -186,7 +186,7 @@ def _captured_pass(runner: Runner, rows: int) -> Callable[[], Tensor]:
 
 
 def _seconds(compute: Callable[[], Tensor]) -> float:
-    """Returns the seconds that something takes to be computed."""
+    """Returns the seconds of one computation."""
     started = time.perf_counter()
     float(compute().flatten()[0])  # waits for the device
     return time.perf_counter() - started

@@ -9,22 +9,22 @@ from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.speculation.last_pass import LastPass
 
-# A text is looked up by this many of its last tokens. The longer match comes first: what follows it is surer.
+# Numbers of last tokens by which a text is looked up. The longer match comes first, since its continuation is surer.
 _LOOKUP_TOKENS = (4, 2)
 
 
 class Drafter(ABC):
-    """Proposes tokens that may come next. A proposal changes no text: it saves time if it is right, and costs some."""
+    """Proposes tokens that may come next. Proposals never change a text: right ones save time, wrong ones cost time."""
 
     @abstractmethod
     def propose(self, room: Mapping[RunningSequence, int]) -> dict[RunningSequence, list[int]]:
-        """Returns drafts of some of the sequences: tokens that may follow all that it has, at most its `room`."""
+        """Returns drafts for some sequences: tokens that may follow, for each sequence at most its `room`."""
 
 
 class ModelDrafter(Drafter):
-    """A drafter whose proposals take the device's time, so that only tokens which are worth it are requested.
+    """A drafter whose proposals take time on the device, so only tokens that are worth it are requested.
 
-    default_most: tokens of a draft at most, where nothing else is said.
+    default_most: maximum number of tokens of a draft, if the settings have none.
     """
 
     default_most = 4
@@ -50,7 +50,7 @@ class StateDrafter(ModelDrafter):
 
 
 class NgramDrafter(Drafter):
-    """Proposes what followed the last few tokens when they came before, in the prompt or in the reply.
+    """Proposes the tokens that followed an earlier occurrence of the last few tokens, in the prompt or in the reply.
 
     Saxena, "Prompt Lookup Decoding", 2023.
     """
@@ -71,7 +71,7 @@ class NgramDrafter(Drafter):
 
 
 class HistoryDrafter(Drafter):
-    """Proposes what this server wrote for an earlier request after the same prompt, for as long as that is right."""
+    """Proposes the reply to an earlier request with the same prompt, as long as both replies are equal."""
 
     def __init__(self) -> None:
         self._repeated: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()  # tokens, as far as is known
@@ -92,7 +92,7 @@ class HistoryDrafter(Drafter):
 
 
 class TextIndex:
-    """A text that grows, and where its last few tokens came before."""
+    """A growing text, with an index of the places where its last few tokens have occurred before."""
 
     def __init__(self) -> None:
         self._text: list[int] = []
@@ -102,7 +102,7 @@ class TextIndex:
         return len(self._text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds tokens. It takes as long as they are many, however long the text is."""
+        """Adds tokens. The time depends on their number, not on the length of the text."""
         before, text = len(self._text), self._text
         text += tokens
         for count in _LOOKUP_TOKENS:
@@ -111,7 +111,7 @@ class TextIndex:
                 self._behind[tuple(text[end - count : end])] = end
 
     def continuation(self, tokens: int) -> list[int]:
-        """Returns what followed the last tokens when they came before; repeats it where it reaches the text's end."""
+        """Returns what followed an earlier occurrence of the last tokens, repeated if it reaches the text's end."""
         for count in _LOOKUP_TOKENS:
             start = self._behind.get(tuple(self._text[-count:]))
             if start is not None:

@@ -1,4 +1,4 @@
-"""Medusa: heads beside the model's own, each of which guesses a token further ahead.
+"""Medusa: additional heads, each of which guesses the token one position further ahead.
 
 Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", 2024. Their trees of
 guesses are not followed: each head gives the token that it finds the likeliest.
@@ -46,7 +46,7 @@ class MedusaHead(nn.Module):
 
 
 class Medusa(StateDrafter):
-    """Proposes what the heads guess from the hidden state from which the last token was chosen."""
+    """Proposes the guesses of the heads, which read the hidden state from which the last token was chosen."""
 
     def __init__(self, heads: nn.ModuleList, states: HiddenStates, hidden: Tensor) -> None:
         """hidden: [rows, hidden_size], of any content; for measuring."""

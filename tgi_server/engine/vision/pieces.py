@@ -1,4 +1,4 @@
-"""Work that is cut into pieces of a time, so that others can compute in between: the layers of a vision tower."""
+"""Cuts the work of a vision tower into pieces of limited duration, so that others can compute in between."""
 
 import threading
 import time
@@ -21,13 +21,13 @@ from tgi_server.engine.linear import PackedLinear
 _IMPLEMENTATION = "oatmill_pieces"
 # Multiplications a second, until pieces have been measured: those of a slow core.
 _FIRST_RATE = 5e9
-# Rows that are computed together at least: fewer would read weights, keys and values too often.
+# Minimum number of rows in a piece: with fewer, weights, keys and values would be read too often.
 _LEAST_ROWS = 64
 
 
 class Pieces:
-    """Cuts the work of a thread into pieces of a time, by the speed of those before, so that others can compute in
-    between. A thread that has not begun any computes everything at once.
+    """Cuts the work of a thread into pieces of limited duration, by the measured speed of earlier pieces, so that
+    others can compute in between. A thread outside of `cut` computes everything at once.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ def _attention(
 
 
 def _is_causal(module: Any, options: Mapping[str, Any]) -> bool:
-    """Returns True if tokens attend to those before them only, as `transformers` has it."""
+    """Returns True if `transformers` lets tokens attend only to earlier ones."""
     said = options.get("is_causal")
     return bool(getattr(module, "is_causal", True) if said is None else said)
 

@@ -1,4 +1,4 @@
-"""The vision tower of a model, and the cache of what it makes of images."""
+"""The vision tower of a model, and the cache of its results."""
 
 import inspect
 import math
@@ -42,11 +42,11 @@ class ImageFeatures:
 class VisionTower:
     """The part of a model that reads images, computed by `transformers`. Thread-safe.
 
-    Its results are cached by the digest of the image, those that were used last up to a number of bytes.
+    Results are cached by the digest of the image; beyond `memory` bytes, the least recently used ones are dropped.
 
-    memory: that number. token_id: the token in whose places images stand. mrope: image tokens have rotary positions of
-    their own. two_way: attention among an image's tokens goes both ways: in "all" layers, in those with a window
-    ("windows"), or in none ("").
+    memory: capacity of the cache in bytes. token_id: the token that images replace. mrope: image tokens have rotary
+    positions of their own. two_way: layers in which the tokens of an image attend to each other in both directions:
+    "all", those with a window ("windows"), or none ("").
     """
 
     def __init__(self, model: PreTrainedModel, family: Family, memory: int) -> None:
@@ -74,8 +74,8 @@ class VisionTower:
     ) -> ImageFeatures:
         """Returns the features of an image, from the cache or computed. Raises InvalidImage.
 
-        between: called before each piece of what has to be computed, so that others can compute meanwhile; None: it is
-        computed at once. piece_seconds: returns about how long the next piece may take.
+        between: called before each piece of the computation, so that others can compute in between; None: no pieces.
+        piece_seconds: returns about how many seconds the next piece may take.
         """
         with self._lock:
             if image.digest in self._cache:

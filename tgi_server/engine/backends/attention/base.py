@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The shape of what one token leaves in the cache.
+    """The shape of a token's entry in the cache.
 
     heads: number of KV heads in each layer (multi-query models have one); 0: the layer has no keys of its own.
-    head_dim: elements of a head, the most of any layer. head_dims: elements of each layer's heads, if layers differ.
-    value_dim: elements of what is cached beside a key, if these are not as many as the key has; see `Latents`.
+    head_dim: elements of a head, the maximum of all layers. head_dims: those of each layer's heads, if layers differ.
+    value_dim: elements of a cached value, if it has not as many as a key; see `Latents`.
     """
 
     heads: tuple[int, ...]
@@ -34,7 +34,7 @@ class KVShape:
         return len(self.heads)
 
     def joined(self) -> "KVShape":
-        """Returns the shape where a latent and what is cached beside it are both a key and its value."""
+        """Returns the shape in which key and value both consist of a latent and the value cached with it."""
         return replace(self, head_dim=self.head_dim + (self.value_dim or 0), value_dim=None)
 
     def head_dim_of(self, layer: int) -> int:
@@ -57,8 +57,8 @@ class ChunkSpan:
 
     start: index of its first token among the pass's tokens. length: number of its tokens.
     kv_length: tokens of the sequence whose keys are in the cache once this chunk is written.
-    drafted: the tokens may turn out to be wrong. saves: snapshots of its states on the way, by the number of tokens
-    before them; in ascending order.
+    drafted: the tokens may turn out to be wrong. saves: pairs of a number of the chunk's tokens and the snapshot for
+    the states after them; ascending.
     """
 
     start: int
@@ -70,7 +70,7 @@ class ChunkSpan:
 
 @dataclass(slots=True)
 class ForwardMetadata:
-    """Data that attention needs beside the tokens of a pass: their slots in the cache, block tables and lengths.
+    """Data that attention needs about the tokens of a pass: their slots in the cache, block tables and lengths.
 
     Sequences that decode come first, `row_tokens` neighbouring tokens each, mostly one; then come the prompt chunks,
     one after the other.
@@ -218,10 +218,10 @@ class AttentionBackend(ABC):
         """Allocates blocks 0 .. num_blocks - 1 and drops the earlier contents."""
 
     def reserve(self, blocks: int, ahead: int, seconds: float = math.inf) -> None:  # noqa: B027
-        """Takes memory for the first `blocks` blocks, which are needed now, for at most about `seconds`.
+        """Allocates memory for the first `blocks` blocks, which are needed now, during at most about `seconds`.
 
-        Memory for `ahead` more blocks is taken in the background. Backends that take all memory in `allocate` do
-        nothing here.
+        Memory for `ahead` more blocks is allocated in the background. Backends that allocate all memory in `allocate`
+        do nothing here.
         """
 
     def forget_blocks(self) -> None:
@@ -231,9 +231,9 @@ class AttentionBackend(ABC):
             give_back(storage.data_ptr(), storage.nbytes())
 
     def row_places(self, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the slot of each row's next token, [rows] int64, and the tokens that it then has, [rows] int32.
+        """Returns the slot of each row's next token, [rows] int64, and the row's length with it, [rows] int32.
 
-        positions: [rows] int64; of the tokens. tables: [rows, blocks] int32.
+        positions: [rows] int64; positions of the next tokens. tables: [rows, blocks] int32.
         """
         size = self.block_size
         blocks = tables.gather(1, positions[:, None] // size)[:, 0]
@@ -254,7 +254,7 @@ class AttentionBackend(ABC):
         *,
         interleaved: bool = False,
     ) -> Tensor:
-        """Turns query and key by their positions, then writes key and value. Returns the turned query.
+        """Rotates query and key by their positions, then writes key and value. Returns the rotated query.
 
         query: [tokens, heads, head_dim]; key and value: [tokens, kv_heads, head_dim]. rotation: cosine and sine,
         each [1, tokens, rotated], of rotary position embeddings whose pairs are half of `rotated` apart.
@@ -267,10 +267,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        """Causal attention of query, [tokens, heads, head_dim], over each sequence's blocks.
+        """Returns the causal attention of query, [tokens, heads, head_dim], over each sequence's blocks.
 
-        Returns a tensor of query's shape, or with as many elements for each head as values made of latents have. Called
-        after `write` for the same layer and pass.
+        The result has query's shape, or with latents [tokens, heads, value_dim]. Call it after `write` for the same
+        layer and pass.
         """
 
     def write_and_attend(
@@ -285,7 +285,7 @@ class AttentionBackend(ABC):
         *,
         interleaved: bool = False,
     ) -> Tensor:
-        """Does what `rotate_and_write` and then `attend` do. rotation: None: query and key are not turned."""
+        """Does what `rotate_and_write` and then `attend` do. rotation: None: query and key are not rotated."""
         if rotation is None:
             self.write(layer, key, value, metadata)
         else:
@@ -294,7 +294,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def block_tensors(self) -> list[Tensor]:
-        """Returns the tensors in which the blocks are: [blocks, ...] each, contiguous, until the next `allocate`."""
+        """Returns the tensors of the blocks: [blocks, ...] each, contiguous, valid until the next `allocate`."""
 
     @abstractmethod
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -302,14 +302,14 @@ class AttentionBackend(ABC):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turns the first elements of heads, as many as the tables have, whose pairs are half of that apart."""
+    """Rotates the first elements of heads, as many as the tables have; pairs are half of that number apart."""
     turned, kept = x.split((cosine.shape[-1], x.shape[-1] - cosine.shape[-1]), dim=-1)
     low, high = turned.chunk(2, dim=-1)
     return torch.cat([turned * cosine + torch.cat([-high, low], dim=-1) * sine, kept], dim=-1)
 
 
 def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turns the first elements of heads, whose pairs are neighbours; the first half of the tables has their angles."""
+    """Rotates the first elements of heads in pairs of neighbours; the first half of the tables has their angles."""
     turned, kept = x.split((cosine.shape[-1], x.shape[-1] - cosine.shape[-1]), dim=-1)
     even, odd = turned.unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = cosine[..., : even.shape[-1]], sine[..., : even.shape[-1]]

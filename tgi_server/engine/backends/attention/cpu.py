@@ -34,7 +34,7 @@ class CpuAttention(AttentionBackend):
         return type(self), (self.shape, self.device, self.dtype, self.kv_format)
 
     def allocate(self, num_blocks: int) -> None:
-        """Takes address space only: a page of memory is taken when its first token is written."""
+        """Reserves only address space: a page of memory is allocated when its first token is written."""
         shapes = [
             (num_blocks, heads, self.block_size * self.shape.head_dim_of(layer))
             for layer, heads in enumerate(self.shape.heads)

@@ -42,7 +42,7 @@ class CudaAttention(GatherAttention):
 
     @staticmethod
     def fault(shape: KVShape) -> str | None:
-        """Returns why the kernels cannot compute a model on this device, in words; None if they can."""
+        """Returns the reason why the kernels cannot compute a model on this device; None if they can."""
         if shape.value_dim is not None:
             return "the attention kernels take no latents"
         if shape.head_dim > MAX_HEAD_DIM:
@@ -127,7 +127,7 @@ class CudaAttention(GatherAttention):
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         from tgi_server.engine.kernels.triton.paged_attention import tokens_of_a_tile
 
-        if metadata.ends_of(variant) is not None:  # which the kernels do not know
+        if metadata.ends_of(variant) is not None:  # not supported by the kernels
             return GatherAttention.attend(self, layer, query, metadata, variant)
         heads, (_, _, kv_heads, head_dim) = query.shape[1], self._keys[variant.source(layer)].shape
         programs = len(query) * heads / 128 / multiprocessors(query.device)
@@ -145,7 +145,7 @@ class CudaAttention(GatherAttention):
         kinds: Iterable[tuple[int, "Lengths"]],
         output: Tensor,
     ) -> None:
-        """Writes what the sequences of some kinds attend to to output, contiguous, of query's shape."""
+        """Writes the attention of the sequences of some kinds into output, contiguous, of query's shape."""
         from tgi_server.engine.kernels.triton.paged_attention import paged_attention
 
         if variant.chunk:
@@ -201,7 +201,7 @@ class CudaAttention(GatherAttention):
 
 
 def fault_of_places(attention: AttentionBackend) -> str | None:
-    """Returns why `row_places` must not be used; None if it computes what plain torch does."""
+    """Returns the reason why `row_places` must not be used; None if it computes what plain torch does."""
 
     def cases() -> Iterator[proofs.Case]:
         size = attention.block_size
@@ -226,9 +226,9 @@ class Lengths(Enum):
 
 
 def _tile_kinds(metadata: ForwardMetadata, most: int) -> list[tuple[int, Lengths]]:
-    """Returns the kinds of tiles to cut a pass into: the most tokens of a tile, and the sequences that it is for.
+    """Returns the kinds of tiles of a pass: the maximum number of tokens of a tile, and the sequences that it is for.
 
-    In a pass with prompts, rows that decode have tiles of their own, of no more tokens than they have.
+    In a pass with prompts, rows that decode have tiles of their own, with no room for more tokens than such a row has.
     """
     if not metadata.chunks:
         return [(min(most, metadata.row_tokens), Lengths.ANY)]
@@ -241,7 +241,7 @@ def _tiles(metadata: ForwardMetadata, tokens: int, kind: Lengths) -> QueryTiles:
     """Returns tiles of `tokens` tokens of one sequence each; the last tile of a sequence may have fewer.
 
     They are computed on the device from tensors alone, so a captured step computes them again. The host does not know
-    their number, so there are always as many tiles as there can be at most; those not needed have no tokens.
+    their number, so the result has the maximum number of tiles; tiles that are not needed have no tokens.
     """
     starts, kv_lengths = metadata.query_starts, metadata.kv_lengths
     lengths = starts.diff() if metadata.row_tokens > 1 or metadata.chunks else None

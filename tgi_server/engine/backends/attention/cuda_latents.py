@@ -21,7 +21,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class LatentAttention(GatherAttention):
-    """Latents of all layers; indices of sparse attention, caches in FP8 and prompts are left to plain torch."""
+    """Attends to latents by Triton kernels; sparse attention, caches in FP8 and prompts are left to plain torch."""
 
     name = "Triton"
     block_size = 32
@@ -33,7 +33,7 @@ class LatentAttention(GatherAttention):
 
     @staticmethod
     def fault(shape: KVShape) -> str | None:
-        """Returns why the kernel cannot compute a model on this device, in words; None if it can."""
+        """Returns the reason why the kernel cannot compute a model on this device; None if it can."""
         if shape.value_dim is None:
             return "the model has no latents"
         if shape.head_dim > _MOST_RANK:
@@ -43,7 +43,7 @@ class LatentAttention(GatherAttention):
         return device_fault(torch.device("cuda"))
 
     def fault_of(self, variants: Iterable[AttentionVariant]) -> str | None:
-        """Returns why the kernel cannot compute layers that attend in these ways, in words; None if it can."""
+        """Returns the reason why the kernel cannot compute layers with these variants; None if it can."""
         if self.kv_format.fp8:
             return "the kernel does not take latents in FP8"
         if any(variant.chosen for variant in variants):
@@ -66,10 +66,10 @@ class LatentAttention(GatherAttention):
         *,
         interleaved: bool,
     ) -> Tensor:
-        """Normalises and turns what a layer caches, and puts it into its slots. Returns the normalised queries.
+        """Normalises latents, rotates the other parts, and writes both to their slots. Returns the normalised queries.
 
-        joined: queries, latents and the parts that are turned, [tokens, outputs]. rotation: cosine and sine, [tokens,
-        rotated] each; None: nothing is turned. The others are those of `kernels.triton.latents.write_latents`.
+        joined: queries, latents and the parts to rotate, [tokens, outputs]. rotation: cosine and sine, [tokens,
+        rotated] each; None: nothing is rotated. Others: see `kernels.triton.latents.write_latents`.
         """
         from tgi_server.engine.kernels.triton.latents import write_latents
 
@@ -87,7 +87,7 @@ class LatentAttention(GatherAttention):
         *,
         interleaved: bool,
     ) -> Tensor:
-        """Does what `attend` does for sequences that decode, whose queries' last elements are turned by `rotation`."""
+        """Does what `attend` does, for sequences that decode; rotates the last elements of their queries first."""
         return self._attend_rows(variant.source(layer), query, metadata, variant, rotation, interleaved=interleaved)
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
@@ -108,7 +108,7 @@ class LatentAttention(GatherAttention):
         *,
         interleaved: bool = False,
     ) -> Tensor:
-        """Returns what the rows that decode attend to, [tokens, heads, value_dim], contiguous."""
+        """Returns the attention of the rows that decode, [tokens, heads, value_dim], contiguous."""
         from tgi_server.engine.kernels.triton.latents import LatentShape, attend_latents
         from tgi_server.engine.kernels.triton.split_kv import plan_parts
 

@@ -1,8 +1,8 @@
 """Attention of prompts by the library `flash-attn-4` (the extra `cuda`) on Hopper and Blackwell GPUs.
 
-It compiles a kernel for each kind of layer when one is computed first. It reads page tables on compute capability 9.x,
-10.x and 11.x only. Sequences that decode stay with the engine's own kernel, which cuts their keys into parts; on 9.x
-the library does not.
+It compiles a kernel for each kind of layer at its first use. It reads page tables on compute capability 9.x, 10.x and
+11.x only. Sequences that decode use the engine's own kernel, which splits their keys into parts; on 9.x the library
+does not do that.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FlashAttention(CudaAttention):
-    """Prompts by the library; all else, and layers that it does not take, by the engine's own kernels."""
+    """Computes prompts with the library; all else, and layers that it does not support, with the engine's kernels."""
 
     name = "flash-attn-4 and Triton"
 
@@ -66,7 +66,7 @@ class FlashAttention(CudaAttention):
 
 
 def _is_installed() -> bool:
-    """Returns True if the library is there; other libraries have a module of its name."""
+    """Returns True if the library is installed, not another one with a module of the same name."""
     try:
         return bool(version("flash-attn-4"))
     except PackageNotFoundError:
@@ -74,7 +74,7 @@ def _is_installed() -> bool:
 
 
 def _tokens_of_prompts(metadata: ForwardMetadata) -> Tensor:
-    """Returns how many tokens the library attends for in each sequence: none where there is but one."""
+    """Returns how many tokens of each sequence the library computes: none where the pass has only one."""
     lengths = metadata.query_starts.diff()
     return torch.where(lengths > 1, lengths, 0).int()
 

@@ -27,8 +27,8 @@ class GatherAttention(AttentionBackend):
         return True
 
     def allocate(self, num_blocks: int) -> None:
-        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer; those of a shape are in one tensor."""
-        self._keys, self._values, self._alike = [], [], []  # or both the old and the new ones would have to fit
+        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer; layers of equal shape share a tensor."""
+        self._keys, self._values, self._alike = [], [], []  # frees them, so that old and new need not fit together
         sizes = self.shape.head_dim_of, self.shape.value_dim_of
         dtypes = storage(self.kv_format.keys), storage(self.kv_format.dtype)
         layers = list(enumerate(self.shape.heads))

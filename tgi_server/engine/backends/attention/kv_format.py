@@ -49,17 +49,17 @@ class KVFormat:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """Returns the name that flags have for a dtype."""
+    """Returns the name of a dtype in flags."""
     return str(dtype).removeprefix("torch.").replace("float8", "fp8")
 
 
 def storage(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of tensors of cached numbers, which torch copies and gathers: it has few operations for FP8."""
+    """Returns the dtype of the cache's tensors: bytes for FP8, for which torch has few operations."""
     return torch.uint8 if dtype in _MANTISSA else dtype
 
 
 def encode(numbers: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Returns numbers as they are stored in a dtype: rounded to nearest in FP8, and clamped to the largest."""
+    """Returns numbers in their stored form: in FP8 rounded to nearest, and clamped to the largest number."""
     if dtype not in _MANTISSA:
         return numbers
     most = torch.finfo(dtype).max
@@ -67,7 +67,7 @@ def encode(numbers: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def decode(kept: Tensor, scale: float, dtype: torch.dtype, like: torch.dtype) -> Tensor:
-    """Returns the keys or values, in the dtype `like`, of numbers that are stored in a dtype."""
+    """Returns keys or values in the dtype `like` from their stored form."""
     if dtype not in _MANTISSA:
         return kept
     return (kept.view(dtype).float() * scale).to(like)

@@ -21,12 +21,12 @@ from tgi_server.engine.backends.attention.base import (
 from tgi_server.engine.backends.attention.pieces import pieces, scores_mask
 from tgi_server.engine.memory import HOST
 
-# Returns the latents and what is cached beside them in blocks of a layer, [*blocks, block_size, 1, size] each.
+# Returns the latents of blocks in a layer, and the rotated parts cached with them, [*blocks, block_size, 1, size] each.
 Gather = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
 def latents_of(attention: Any) -> Latents:
-    """Returns the weights that make keys and values of the latents of an attention module of `transformers`."""
+    """Returns the weights with which an attention module of `transformers` computes keys and values from latents."""
     size, weight = attention.qk_nope_head_dim, attention.kv_b_proj.weight.to(attention.kv_a_layernorm.weight.dtype)
     heads = weight.unflatten(0, (-1, size + attention.v_head_dim))
     return Latents(heads[:, :size].contiguous(), heads[:, size:].mT.contiguous())
@@ -43,7 +43,7 @@ def attend_to_latents(
 ) -> Tensor:
     """Returns the causal attention of query, [tokens, heads, size], as [tokens, heads, value_dim].
 
-    decoded: that of the sequences that decode, where it has been computed.
+    decoded: the attention of the sequences that decode, if a kernel has computed it.
     """
     latents, tokens, selection = variant.latents, metadata.row_tokens, variant.selection
     assert latents is not None
@@ -96,7 +96,7 @@ def _rows(metadata: ForwardMetadata, heads: int) -> Iterator[tuple[slice, int]]:
 
 
 def _most_absorbed(latents: Latents, length: int) -> int:
-    """Returns the most tokens of a chunk for which keys and values that are not made save more than they cost."""
+    """Returns the largest chunk, in tokens, for which attending to latents is less work than computing all keys."""
     _, size, rank = latents.keys.shape
     values = latents.values.shape[2]
     saved = rank * 2 - size - values

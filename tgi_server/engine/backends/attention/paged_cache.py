@@ -22,7 +22,7 @@ IMPLEMENTATION = "oatmill_paged"
 class PagedCache(Cache):
     """The cache object that is handed to a model of `transformers`; it holds no keys itself.
 
-    backend: owns the KV blocks. metadata: the places of the current forward pass's tokens, set before each pass.
+    backend: owns the KV blocks. metadata: metadata of the current forward pass, set before each pass.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:
@@ -31,16 +31,16 @@ class PagedCache(Cache):
         self.metadata: ForwardMetadata | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """key and value: [1, kv_heads, tokens, head_dim]; returned as they came."""
+        """Writes key and value, [1, kv_heads, tokens, head_dim], into their slots, and returns them."""
         assert self.metadata is not None
-        # Blocks have as much for a value as for a key; attention gives back as much as the value had.
+        # In blocks a value has as many elements as a key; the output of attention has only those of the value.
         padded = functional.pad(value, (0, max(0, key.shape[-1] - value.shape[-1])))
         self.backend.write(layer_idx, key[0].transpose(0, 1), padded[0].transpose(0, 1), self.metadata)
         key.cached_by = layer_idx  # type: ignore[attr-defined]
         return key, value
 
     def attend(self, layer: int, query: Tensor, variant: AttentionVariant) -> Tensor:
-        """query: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
+        """Returns attention, [1, tokens, heads, head_dim]. query: [1, heads, tokens, head_dim]."""
         assert self.metadata is not None
         return self.backend.attend(layer, query[0].transpose(0, 1), self.metadata, variant).unsqueeze(0)
 
@@ -83,7 +83,7 @@ def paged_attention(
 
 
 def attention_variant(query: Tensor, said: Mapping[str, Any], keys_of: int | None) -> AttentionVariant:
-    """Returns how a layer of `transformers` attends. query: [1, heads, tokens, head_dim].
+    """Returns the attention variant of a layer of `transformers`. query: [1, heads, tokens, head_dim].
 
     said: the arguments of the attention function by their names. keys_of: see AttentionVariant.
     """

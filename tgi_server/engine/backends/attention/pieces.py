@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tgi_server.engine.backends.attention.base import AttentionVariant
 
-# Elements of the largest tensors on the way to a result. What would take more is attended piece by piece.
+# Maximum number of elements of an intermediate tensor. Attention that would take more is computed in pieces.
 _ELEMENTS_AT_ONCE = 1 << 27
 
 

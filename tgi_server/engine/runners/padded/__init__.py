@@ -1,4 +1,4 @@
-"""The way to run a model that takes any model: its own attention and cache, and padding between sequences."""
+"""Padded batches, which run any model: with its own attention and cache, and padding between sequences."""
 
 from tgi_server.engine.runners.padded.runner import PaddedRunner
 

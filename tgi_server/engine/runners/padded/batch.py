@@ -1,7 +1,7 @@
 """Sequences of different lengths as the rows of one batch, filled up to the longest.
 
-Text that grows is padded on the left, so that every row's next token comes at the same place; what an encoder read is
-padded on the right, so that it keeps its positions.
+Growing texts are padded on the left, so that every row's next token comes at the same index; prompts of an encoder are
+padded on the right, so that they keep their positions.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tgi_server.engine.errors import UnsupportedModel
 
 # The axis of keys and values, [rows, heads, tokens, head_dim], along which sequences differ.
 LENGTH_OF_KEYS = 2
-# Layers of a cache that remember nothing but keys and values, states of fixed size, or both.
+# Layers of a cache that hold only keys and values, states of fixed size, or both.
 _JOINABLE = ("DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer")
 
 
@@ -124,9 +124,9 @@ class PaddedBatch:
         return layers is None or any(getattr(layer, "keys", None) is not None for layer in layers)
 
     def row_bytes(self) -> tuple[int, int]:
-        """Returns the bytes that a row takes for each token, and those that it takes whatever its length.
+        """Returns the bytes that a row takes for each token, and the bytes that do not depend on its length.
 
-        Where an encoder reads the prompt, a token is one of the prompt or a generated one, whichever takes more.
+        With an encoder the first are those of a prompt token or of a generated one, whichever takes more.
         """
         growing, encoded, fixed = 0, 0, 0
         for place in self._places():
@@ -154,7 +154,7 @@ class PaddedBatch:
 def joinable_cache(config: PretrainedConfig) -> DynamicCache:
     """Returns a cache whose rows can be padded, joined and taken out.
 
-    Layers that only see a window keep everything: rows of different lengths have their windows at different places.
+    Layers with a window keep all tokens, since rows of different lengths have their windows at different places.
     Raises UnsupportedModel for a model with another kind of memory.
     """
     cache = DynamicCache(config=config)

@@ -31,7 +31,7 @@ class Passes(ABC):
     ) -> tuple[PaddedBatch, Tensor]:
         """Computes all known tokens of some sequences, which become the rows of a batch.
 
-        joinable: that batch will be joined with others, and rows be taken out of it.
+        joinable: True if that batch will be joined with others, or lose rows.
         Returns it with logits, [rows, tokens, vocab_size]: of every token when `all_logits`, else at least of each
         row's last one; the last token of every row is the last there.
         """

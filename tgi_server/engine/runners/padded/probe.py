@@ -1,4 +1,4 @@
-"""Finds out, before any request, how a model can run in the padded way and be right.
+"""Finds out, before any request, how a model can run in padded batches with right results.
 
 Three texts of different lengths join one after another, advance, change places and leave. Their logits have to be
 those that the model computes from each whole text alone, without any cache.

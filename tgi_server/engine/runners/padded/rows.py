@@ -1,4 +1,4 @@
-"""The rows of the sequences that run in the padded way: side by side in one batch, or each on its own."""
+"""The rows of sequences in padded batches: all in one batch, or each in a pass of its own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.padded.batch import PaddedBatch
 from tgi_server.engine.runners.padded.passes import Passes
 
-# Prompts are computed side by side as long as that makes at most this many times as many tokens as they have.
+# Prompts are computed in one batch if padding makes the tokens at most this many times as many.
 PADDING_LIMIT = 2
 
 
@@ -42,7 +42,7 @@ class Rows(ABC):
 
     @abstractmethod
     def row_bytes(self) -> tuple[int, int]:
-        """Returns the bytes that a row takes for each token, and those that it takes whatever its length."""
+        """Returns the bytes that a row takes for each token, and the bytes that do not depend on its length."""
 
     def _compute(self, chunks: Sequence[PromptChunk], *, joinable: bool) -> tuple[PaddedBatch, list[Tensor]]:
         sequences = [chunk.sequence for chunk in chunks]
@@ -93,7 +93,7 @@ class SideBySide(Rows):
 
 
 class OneByOne(Rows):
-    """Runs each row in a pass of its own, for models whose answer depends on the padding beside a sequence."""
+    """Runs each row in a pass of its own, for models whose results depend on the padding of a sequence."""
 
     def __init__(self, passes: Passes) -> None:
         super().__init__(passes)
@@ -131,7 +131,7 @@ def _joined(batch: PaddedBatch | None, other: PaddedBatch) -> PaddedBatch:
 
 
 def _groups(lengths: list[int]) -> list[list[int]]:
-    """Groups prompts to compute side by side, so that long ones do not make short ones costly. Returns indices."""
+    """Groups prompts of similar length, so that short ones get little padding. Returns indices."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if groups:

@@ -1,4 +1,4 @@
-"""The padded way to run a model: with its own attention and cache, on sequences of different lengths."""
+"""Runs a model in padded batches: with its own attention and cache, on sequences of different lengths."""
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ from tgi_server.engine.sequence import RunningSequence
 
 
 class PaddedRunner(Runner):
-    """Prompts are computed whole, apart from the running rows, and then stand below those.
+    """Runs padded batches. Prompts are computed whole, in passes of their own, and become rows after the running ones.
 
-    A pass costs as much memory and time as if every sequence were as long as the longest one. Rows that move or go are
-    only noted; what the model remembers is rearranged once, before the next pass.
+    A pass costs as much memory and time as if every sequence were as long as the longest one. Moved and removed rows
+    are only noted; the model's cache is rearranged once, before the next pass.
     """
 
     paged = False
