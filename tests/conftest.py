@@ -139,9 +139,9 @@ def no_traceback_is_logged(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def free_port() -> FreePort:
-    """A port of 127.0.0.1 that nobody listens on, another one at each call, and in each process that runs tests.
+    """Returns free ports of 127.0.0.1, another one at each call, and in each process that runs tests.
 
-    Below those that the system gives to connections, of which one might take it before a server does.
+    They are below the ports that the system gives to connections, which could take one before a server does.
     """
     given: set[int] = set()
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

@@ -44,7 +44,7 @@ class Added:
 class Published:
     """The files of one model.
 
-    first: added tokens with the lowest ids. last: those behind the vocabulary. sentence_piece: its vocabulary is of
+    first: added tokens with the lowest ids. last: those after the vocabulary. sentence_piece: its vocabulary is of
     SentencePiece's kind; otherwise byte-level. prefix: a space is put in front of a text. ends: names of the tokens
     that its generation_config.json ends a text with. calls: name of the form in which it calls tools. thinks: its
     template has marks around thoughts.

@@ -159,7 +159,7 @@ def prefill() -> None:
 
 
 def flash_attention() -> None:
-    """Prompts by flash-attn-4, beside those above; if it is right behind the ends of windows; and a model with it."""
+    """Measures prompts by flash-attn-4, checks its results beyond the ends of windows, and runs a model with it."""
     shape = KVShape((8,), HEAD_DIM)
     if DRY or not FlashAttention.supports(shape, DTYPE):
         tell("flash-attn-4 is not installed, or not for this card")

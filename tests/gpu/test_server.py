@@ -90,7 +90,7 @@ import sys
 from importlib.abc import MetaPathFinder
 
 class Poison(MetaPathFinder):
-    """Changes `Engine.step` once its module has been imported by somebody else's import."""
+    """Changes `Engine.step` once another import has imported its module."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "tgi_server.shard.service":

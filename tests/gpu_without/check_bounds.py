@@ -33,7 +33,7 @@ def test_addresses_outside_of_tensors_are_found() -> None:
 
 @pytest.mark.parametrize("variant", [AttentionVariant(0.1), AttentionVariant(0.1, window=40)], ids=["full", "window"])
 def test_attention_reads_what_sequences_have(variant: AttentionVariant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free slots are NaN, and tables hold stale blocks behind the last one of each sequence."""
+    """Free slots are NaN, and tables hold stale blocks after the last one of each sequence."""
     allocate = CudaAttention.allocate
 
     def allocated(backend: CudaAttention, blocks: int) -> None:

@@ -131,11 +131,11 @@ class FakeGpu(TorchDispatchMode):
         self.live -= size
 
     def let_go(self, kept: int) -> None:
-        """Takes back the memory of graphs that nobody can replay any more."""
+        """Frees the memory of graphs that can no longer be replayed."""
         self.kept -= kept
 
     def _grouped_mm(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Has the host wait where torch has no kernel for this product: there it reads the groups' ends."""
+        """Makes the host wait where torch has no kernel for this product, because it then reads the groups' ends."""
         if x.dtype is not torch.bfloat16 or self.capability not in GROUPED_MM:
             self.waits.append(f"grouped_mm in {x.dtype}")
         return x.new_empty(len(x), weights.shape[-1])
@@ -237,7 +237,7 @@ def _weight(outputs: int, inputs: int, kind: str) -> QuantizedWeight:
 
 
 def _arrangement(groups: Tensor, sizes: Iterable[int]) -> tuple[int, None, Tensor]:
-    """Blocks of inputs that stand where they were: which group each has, nobody knows."""
+    """Returns blocks of inputs in unchanged order, with undefined groups."""
     return _GROUP, None, torch.empty(-(-len(groups) // _GROUP), dtype=torch.int32, device=groups.device)
 
 

@@ -89,7 +89,7 @@ class Code:
 
 
 def waited_for(loop: list[Instruction]) -> list[Instruction]:
-    """Returns the loads to registers whose numbers are used soon behind them: within half a turn of the loop."""
+    """Returns the loads to registers whose numbers are used soon after them: within half an iteration of the loop."""
     return [
         each
         for index, each in enumerate(loop)

@@ -48,7 +48,7 @@ def test_the_demo_shows_real_answers_and_leaves_nothing_running() -> None:
 
 
 class Clock:
-    """Time that passes only while somebody sleeps, a minute each time."""
+    """A clock that advances only in `sleep`, by a minute each time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

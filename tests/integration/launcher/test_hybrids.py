@@ -1,4 +1,4 @@
-"""A hybrid behind a whole server: the next turn of a conversation begins where the last one ended."""
+"""A hybrid model in a whole server: the next turn of a conversation continues from the state of the last one."""
 
 from pathlib import Path
 

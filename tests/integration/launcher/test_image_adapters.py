@@ -1,4 +1,4 @@
-"""Adapters of a model that reads images behind a whole server: at its start, at run time, and ones that are broken."""
+"""Adapters of a model that reads images, in a whole server: at its start, at run time, and broken ones."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Images in chats behind a whole server: the text is that of `transformers`, and a known image costs nothing again."""
+"""Images in chats, in a whole server: the text is that of `transformers`, and a known image is not computed again."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Requests that are meant to harm others: whoever sends them gets a clear error, and nobody else waits for it."""
+"""Requests that are meant to harm others: their sender gets a clear error, and no other caller waits for it."""
 
 import itertools
 import socket

@@ -1,4 +1,4 @@
-"""A client that sends a wrong body gets a clear error, and nobody else notices."""
+"""A client that sends a wrong body gets a clear error, and no other client is affected."""
 
 import json
 from typing import Any

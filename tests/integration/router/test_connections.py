@@ -200,7 +200,7 @@ def wish(head: bytes, protocol: str) -> bytes:
 
 
 async def statuses(router: Router, *segments: bytes, close: bool = False) -> list[int]:
-    """The statuses of all that is answered to the segments, and to a last request behind them, on one connection.
+    """Returns the statuses of all responses to the segments, and to a last request after them, on one connection.
 
     close: the segments end the connection, and there is no last request.
     """
@@ -281,7 +281,7 @@ async def test_requests_may_follow_at_once_and_come_in_any_pieces(router: Router
 
 
 async def test_nothing_runs_for_a_client_that_is_gone(routers: RouterFactory):
-    """Nor what it is waiting for, nor what it has sent behind that, however much it is."""
+    """Neither its running request nor the requests that it has sent after that, however many."""
     router = await routers(shard={"step_seconds": 0.01})
     for behind in (BODY + HEAD, HEAD + BODY):
         async with connection(router) as (_, writer):

@@ -45,7 +45,7 @@ class Reference:
 
     @torch.inference_mode()
     def __call__(self, question: str, labels: list[str], *, length: bool = False) -> tuple[list[float], float]:
-        """Probabilities of labels behind a question, and the probability of all of them."""
+        """Returns the probabilities of labels after a question, and the probability of all of them."""
         messages = [{"role": "user", "content": f"{INPUT}\n\n{question}"}]
         chat = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "enable_thinking": False}
         prompt = self.tokenizer.apply_chat_template(messages, **chat)

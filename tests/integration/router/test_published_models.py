@@ -36,7 +36,7 @@ THOUGHTS = "Hm, {or} not\nmuch."
 
 
 class Model:
-    """A published model behind a router: what it says is decided by the test."""
+    """A published model in a router, whose answers the test decides."""
 
     def __init__(self, published: Published, folder: Path, router: Router) -> None:
         self.published = published

@@ -55,7 +55,7 @@ def idle(held: dict[str, float]) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Returns when it is true, or when nobody would wait any longer."""
+    """Returns when the condition is true, or after SETTLE_SECONDS."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Both services under mixed load for ten minutes: afterwards they hold what they held before, and nobody was harmed.
+"""Both services under mixed load for ten minutes: no request fails by another's fault, and no resource leaks.
 
 make test ARGS="--runslow -n 0 -s -k test_soak"                     as long as it takes
 make test ARGS="--runslow -n 0 -s -k test_soak --soak-minutes 1"   shorter

@@ -1,4 +1,4 @@
-"""The running stack, through TGI_URL: with a key, it answers those who have it and nobody else."""
+"""The running stack, through TGI_URL: with a key, it answers only callers who have it."""
 
 import os
 

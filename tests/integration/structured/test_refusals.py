@@ -1,4 +1,4 @@
-"""Grammars that cannot be compiled or explode: a 422 that says why, and nobody else notices."""
+"""Grammars that cannot be compiled or explode: a 422 that says why, and no other request is affected."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Compiling: what is refused, what is cached, and that nobody is in the way of others."""
+"""Compiling: refusals, the cache, and that a slow grammar does not delay others."""
 
 import json
 import random

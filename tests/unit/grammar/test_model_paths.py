@@ -42,8 +42,8 @@ def test_structured_generation(architecture: str, tmp_path: Path) -> None:
 
 
 def test_greedy_tokens_are_the_same_whether_all_logits_are_computed_or_only_the_likeliest_found(tmp_path: Path) -> None:
-    """A vocabulary so large, though unused, that a CPU with the instructions does the latter, unless somebody asks for
-    log-probabilities.
+    """The vocabulary, mostly unused, is so large that a CPU with the instructions does the latter, unless a request
+    wants log-probabilities.
     """
     folder = make("llama", tmp_path, vocab_size=70_000)
     make_tokenizer().save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""A grammar that harms the process that compiles it harms a process that nobody misses."""
+"""A grammar that harms the process that compiles it harms only a process of the sandbox."""
 
 import subprocess
 import sys

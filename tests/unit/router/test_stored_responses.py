@@ -1,4 +1,4 @@
-"""Responses are stored for the key that asked for them, and nobody's make room for another key's."""
+"""Responses are stored for the key that requested them, and those of one key do not displace another key's."""
 
 import pytest
 

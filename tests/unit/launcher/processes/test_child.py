@@ -87,7 +87,7 @@ async def test_a_line_may_be_long(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_process_that_has_just_ended_is_stopped_as_any_other() -> None:
-    """Its output is still read meanwhile: a process that it has left behind holds the pipe open."""
+    """Its output is still read meanwhile, because a process that it has started holds the pipe open."""
     child = await Child.start(Command("shard-0", ["sh", "-c", "setsid sleep 0.5 & sleep 0.1; exit 3"]))
     await eventually(lambda: child.ended_at < math.inf)
     await child.stop(grace=30)

@@ -195,7 +195,7 @@ LIMIT = 10
 
 
 class Sender:
-    """Sends a body in pieces; None: goes away instead. unread: the pieces that nobody has asked for."""
+    """Sends a body in pieces; None instead of a piece disconnects. unread: pieces that have not been received."""
 
     def __init__(self, *pieces: bytes | None, **headers: str) -> None:
         self.unread: list[bytes | None] = list(pieces)

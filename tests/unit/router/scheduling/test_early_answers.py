@@ -35,7 +35,7 @@ async def ask(
 
 
 async def answered(*asked: Asked) -> list[list[int]]:
-    """Returns the tokens of requests once they have ended, which are those of requests that nobody foresaw."""
+    """Returns the tokens of requests once they have ended, and checks that early answers have not changed them."""
     await asyncio.wait_for(asyncio.gather(*(ended.wait() for _, _, ended in asked)), 20)
     for request, sink, _ in asked:
         assert sink.error is None

@@ -385,7 +385,7 @@ def test_prompts_are_as_exact_as_their_inputs(dtype, head_dim) -> None:
 
 
 def test_threads_write_both_values_of_a_pair_wherever_they_stand_in_a_pass() -> None:
-    """As drafted tokens do, which stand behind all others; other threads write those."""
+    """Drafted tokens come after all others in a pass, so another thread may write the other value of a pair."""
     own = torch.ops.oatmill.set_own_threads(3)
     slots = torch.cat([torch.arange(32, 32 * 41, 32), torch.arange(33, 32 * 41 + 1, 32)])
     backend = create(CpuAttention, 2, torch.bfloat16)
