@@ -21,8 +21,7 @@
 
 namespace oatmill {
 
-#if OATMILL_CODE_TILES && OATMILL_INT8 && defined(__AVX512BW__)
-#define OATMILL_BLOCK_AMX 1
+#if OATMILL_BLOCK_AMX
 
 template <typename Kind, typename Digits>
 struct BlockAmx {
@@ -180,8 +179,6 @@ struct BlockAmx {
   }
 };
 
-#else
-#define OATMILL_BLOCK_AMX 0
 #endif
 
 }  // namespace oatmill

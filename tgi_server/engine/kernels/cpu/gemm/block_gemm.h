@@ -1,15 +1,16 @@
-// GEMM with K-quants and inputs of 8 bits: the weights of a block of 256 inputs are integers of 16 bits in a unit of
-// their own, (code - zero) * factor + offset, and so the sums of a block are integers, which become floats once.
+// GEMM with K-quants and inputs of 8 bits: the weights of a block of 256 inputs are (code - zero) * factor in a unit of
+// the block, and their offsets integers in another one, so the sums of a block are integers, which become floats once.
 //
 //     for blocks:                                        of a tile, and up to CHUNK_ROWS rows
 //       unpack the block's weights into L1, for more rows than stay in registers
 //       for blocks of rows, V registers of outputs:
 //         for spans: acc[R][V] = zero-point compensation; += products (loop.h); totals[R][V] += acc * factors
-//         totals[R][V] += sums of the groups' inputs * offsets
-//         row's sums += totals * unit * scale of the row's inputs
+//         row's sums += totals * the block's scale * scale of the row's inputs
+//         totals[R][V] = sums of the groups' inputs * factors of their offsets; row's sums += the same with its offset
 //
-// Factors are exact; offsets are rounded to a unit, at most an eighth of the block's scale. block_amx.h computes the
-// same sums by tiles.
+// Where block_amx.h computes the same sums by tiles, a weight and its offset are one integer, so both are added to the
+// same totals: factors are exact in the unit that they share, and offsets are rounded to it, at most an eighth of the
+// block's scale.
 //
 // A span is what an accumulator holds: a group, or half of one. Where an instruction adds up four products, the
 // accumulator has 32 bits. Where it adds up two (AVX2), it is a pair of 16 bits: these wrap around, but a span is so
@@ -34,6 +35,15 @@
 namespace oatmill {
 
 #if OATMILL_WNA8
+
+#if OATMILL_CODE_TILES && OATMILL_INT8 && defined(__AVX512BW__)
+#define OATMILL_BLOCK_AMX 1
+#else
+#define OATMILL_BLOCK_AMX 0
+#endif
+
+// True if the offsets of a block are in the unit of its factors.
+constexpr bool SHARES_UNIT = OATMILL_BLOCK_AMX;
 
 // How the groups of a weight lie in its blocks, in words. zero: what codes have added to them.
 struct BlockLayout {
@@ -186,14 +196,14 @@ struct BlockGemm {
     }
   }
 
-  // A block of a tile: its words, followed by those of the next one; its unit, and the integers that products take.
+  // A block of a tile: its words, followed by those of the next one; its units, and the integers that products take.
   struct Block {
     static constexpr int MOST_SPANS = MOST_BLOCK / 16;
 
     int64_t index;
     WeightStream<Dot::PLANES> words;
     char* kept = BlockGemm::kept();
-    alignas(64) float units[COLUMNS];
+    alignas(64) float units[COLUMNS], offset_units[COLUMNS];
     alignas(64) int32_t factors[MOST_SPANS * COLUMNS];      // of each span
     alignas(64) int32_t offsets[MOST_SPANS / 2 * COLUMNS];  // of two groups, in the halves of a word
 
@@ -203,30 +213,32 @@ struct BlockGemm {
       const BlockLayout& layout = product.layout;
       const Scales& from = product.scales;
       const int64_t place = (tile * layout.blocks + index) * COLUMNS, group = place * layout.groups_of_block;
-      const int64_t next = (next_tile * layout.blocks + next_index) * COLUMNS * layout.groups_of_block;
+      from.prefetch_block((next_tile * layout.blocks + next_index) * COLUMNS, layout.groups_of_block);
       const int64_t spans = layout.group_words / span_words(layout);
-      for (int64_t g = 0; g < layout.groups_of_block; ++g) from.prefetch(next + g * COLUMNS);
-      for (int64_t n = 0; n < COLUMNS; n += WIDTH) {
+      F32 ratios[COLUMNS / WIDTH], offset_ratios[COLUMNS / WIDTH];  // to a shared unit
+#pragma GCC unroll 12
+      for (int n = 0; n < COLUMNS; n += WIDTH) {
         const F32 scale = load_f32(static_cast<const c10::Half*>(from.scales) + place + n);
         const F32 offset = from.offsets ? load_f32(static_cast<const c10::Half*>(from.offsets) + place + n) : F32{};
-        const F32 unit = from.offsets ? unit_of(scale, offset) : scale;
+        const F32 unit = SHARES_UNIT && from.offsets ? unit_of(scale, offset) : scale;
         store(units + n, unit);
-        const auto in_units = [&](const int8_t* numbers, int64_t g, F32 ratio) {
-          return round_i32(load_f32(numbers + group + g * COLUMNS + n) * ratio);
-        };
-        for (int64_t g = 0; g < layout.groups_of_block; ++g) {
-          const I32 factor =
-              from.offsets ? in_units(from.factors, g, scale / unit) : load_i32(from.factors + group + g * COLUMNS + n);
-          for (int64_t span = g * spans; span < (g + 1) * spans; ++span)
-            store_as(factors + span * COLUMNS + n, Dot::factor(factor));
-        }
-        if (!from.offsets) continue;
-        for (int64_t g = 0; g < layout.groups_of_block; g += 2) {
-          const I32 low = in_units(from.offset_factors, g, offset / unit),
-                    high = in_units(from.offset_factors, g + 1, offset / unit);
-          store_as(offsets + g / 2 * COLUMNS + n, (low & 0xffff) | high << 16);
-        }
+        store(offset_units + n, offset);
+        ratios[n / WIDTH] = scale / unit, offset_ratios[n / WIDTH] = offset / unit;
       }
+      const auto integers = [&](const int8_t* numbers, int64_t g, int n, const F32* ratio) {
+        const int8_t* own = numbers + group + g * COLUMNS + n;
+        return SHARES_UNIT && from.offsets ? round_i32(load_f32(own) * ratio[n / WIDTH]) : load_i32(own);
+      };
+      for (int64_t g = 0; g < layout.groups_of_block; ++g)
+        for (int64_t span = g * spans; span < (g + 1) * spans; ++span)
+#pragma GCC unroll 12
+          for (int n = 0; n < COLUMNS; n += WIDTH)
+            store_as(factors + span * COLUMNS + n, Dot::factor(integers(from.factors, g, n, ratios)));
+      for (int64_t g = 0; from.offsets && g < layout.groups_of_block; g += 2)
+#pragma GCC unroll 12
+        for (int n = 0; n < COLUMNS; n += WIDTH)
+          store_as(offsets + g / 2 * COLUMNS + n, (integers(from.offset_factors, g, n, offset_ratios) & 0xffff) |
+                                                      integers(from.offset_factors, g + 1, n, offset_ratios) << 16);
     }
 
     // Those of SIDE outputs, from a column on.
@@ -397,20 +409,26 @@ struct BlockGemm {
           for (int r = 0; r < R; ++r) add_scaled(accumulators[r][v], factor, totals[r][v]);
         }
       }
-      for (int64_t pair = 0; product.scales.offsets && pair < pairs; ++pair) {
+      const auto leave = [&](const float* units) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+        for (int v = 0; v < V; ++v) {
+          const F32 unit = load_as<F32>(units + column + v * WIDTH);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            float* to = acc + r * COLUMNS + column + v * WIDTH;
+            store(to, scaled_sum(totals[r][v], unit, F32{} + scales[r], load_as<F32>(to)));
+          }
+        }
+      };
+      if (!SHARES_UNIT || !product.scales.offsets) leave(block.units);
+      if (!product.scales.offsets) continue;
+      if (!SHARES_UNIT) make_zero(totals);
+      for (int64_t pair = 0; pair < pairs; ++pair) {
         const int32_t* offsets = block.offsets + pair * COLUMNS + column;
         const auto sum_of = [&](int r) { return I32{} + sums[r * pairs + pair]; };
         add_outer<PairSums>(sum_of, [&](int v) { return load_as<I32>(offsets + v * WIDTH); }, totals);
       }
-#pragma GCC unroll 12
-      for (int v = 0; v < V; ++v) {
-        const F32 unit = load_as<F32>(block.units + column + v * WIDTH);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          float* to = acc + r * COLUMNS + column + v * WIDTH;
-          store(to, scaled_sum(totals[r][v], unit, F32{} + scales[r], load_as<F32>(to)));
-        }
-      }
+      leave(SHARES_UNIT ? block.units : block.offset_units);
     }
   }
 

@@ -203,6 +203,20 @@ struct Scales {
   int groups_shift = 0;
   float zero = 0;  // with factors, the zero point of all groups
 
+  // Prefetches those of a tile's block, with the factors of its groups.
+  void prefetch_block(int64_t place, int64_t groups_of_block) const {
+    const auto lines = [](const void* from, int64_t first, int64_t bytes) {
+      for (int64_t byte = 0; byte < bytes; byte += LINE)
+        __builtin_prefetch(static_cast<const char*>(from) + first + byte, 0, 2);
+    };
+    constexpr int64_t SIZE = sizeof(c10::Half);
+    lines(scales, place * SIZE, COLUMNS * SIZE);
+    lines(factors, place * groups_of_block, COLUMNS * groups_of_block);
+    if (!offsets) return;
+    lines(offsets, place * SIZE, COLUMNS * SIZE);
+    lines(offset_factors, place * groups_of_block, COLUMNS * groups_of_block);
+  }
+
   // Prefetches those of a tile's group.
   void prefetch(int64_t place) const {
     if (factors) {
