@@ -23,8 +23,8 @@ def main() -> None:
     settings = read_settings(RouterSettings, _PROGRAM, sys.argv[1:])
     configure_logging("router", level=settings.log_level, json_output=settings.json_output)
 
-    gc.disable()  # a tenth of the time that imports take, whose objects all stay
-    # What the server is made of takes a second to import, which `--help` and mistakes need not wait for.
+    gc.disable()  # imports take a tenth less time; none of their objects is garbage
+    # The server's modules take a second to import, for which `--help` and mistakes need not wait.
     import uvloop
 
     from shared.tracing import configure_tracing, stop_tracing
@@ -49,9 +49,9 @@ def main() -> None:
 
 
 def _unmap_large_buffers() -> None:
-    """Has the C library (glibc) return large buffers to the system as soon as they are freed.
+    """Makes the C library (glibc) return large buffers to the system as soon as they are freed.
 
-    After the first body with a large image it would do so no more, and each thread would keep tens of MB.
+    By default it stops doing so after the first body with a large image, and each thread keeps tens of MB.
     """
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
         set_option(_MMAP_THRESHOLD, _LARGE)

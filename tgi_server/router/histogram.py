@@ -1,4 +1,4 @@
-"""A histogram for one thread, in the place of prometheus_client's."""
+"""A histogram that one thread writes, in place of prometheus_client's."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

@@ -155,7 +155,7 @@ class RequestMetrics:
         self._max_new_tokens.observe(max_new_tokens)
 
     def computed_by(self, adapter_id: str | None) -> None:
-        """A request names this adapter. If there are many names already, further ones are counted together."""
+        """Counts a request that names an adapter. Beyond a number of names, adapters are counted together."""
         name = adapter_id or ""
         if name not in self._adapters and len(self._adapters) >= _ADAPTER_NAMES:
             name = OTHER_ADAPTERS
@@ -228,7 +228,7 @@ class BatchMetrics:
         self._accepted.inc(accepted)
 
     def admitted(self, requests: int, concat: ConcatReason | None) -> None:
-        """Requests left the queue together; `concat` is None when no batch was running."""
+        """Counts requests that left the queue together; `concat` is None when no batch was running."""
         self._next_size.observe(requests)
         if concat is not None:
             self._concat.labels(concat.value).inc()
@@ -237,7 +237,7 @@ class BatchMetrics:
         self._count.labels(method.value).inc()
 
     def answered(self, method: Method, inference: float, forward: float, decode: float) -> None:
-        """A call came back after `inference` seconds; `forward` and `decode` are the shard's own timings."""
+        """Notes a call that took `inference` seconds; `forward` and `decode` are the shard's own timings."""
         self._success.labels(method.value).inc()
         self._inference.labels(method.value).observe(inference)
         self._forward.labels(method.value).observe(forward)
@@ -388,8 +388,8 @@ class LoadMetrics(Collector):
 class Metrics:
     """All metrics of one router process, in a registry of their own.
 
-    event_loop_lag: takes seconds. client_memory: takes the bytes held now. fallbacks: takes their number. shown: what
-    is exposed, where that is more than these metrics.
+    event_loop_lag: takes seconds. client_memory: takes the bytes held now. fallbacks: takes their number. shown: the
+    collector that is exposed; with several models it has more than these metrics.
     """
 
     def __init__(self) -> None:
@@ -445,9 +445,9 @@ class Metrics:
         return _TOTAL.sub(rb"\1", generate_latest(self.shown))
 
     async def exposed(self) -> bytes:
-        """Returns what `expose` does, from a thread; all who ask while one text is written share the next.
+        """Returns the result of `expose`, from a thread. Calls that come while a text is written share the next one.
 
-        Writing takes milliseconds and anybody may ask, so it may take no more than a fifth of the time.
+        Writing takes milliseconds, and any client may call, so writing is limited to a fifth of the time.
         """
         if self._next is None:
             self._next = asyncio.ensure_future(self._write())

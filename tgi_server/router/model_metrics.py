@@ -1,4 +1,4 @@
-"""Metrics of a server of several models: which are awake, and all metrics of each under one roof."""
+"""Metrics of a server of several models: their states, and all metrics of each model in one collector."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

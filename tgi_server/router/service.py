@@ -29,7 +29,7 @@ from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import TokenizerConfig
 
-# Bytes, and number, of requests that come from this process itself.
+# Limit of bytes, and of number, of requests that come from this process itself.
 UNLIMITED = 2**40
 
 
@@ -82,8 +82,8 @@ class ModelDescription:
 class Capacity:
     """Counts the sequences in flight, and refuses requests beyond the limit.
 
-    One owner (a key, or an address) may take all `limit` places. Others are still accepted then: up to twice the limit
-    in all, every owner may take an equal share of the limit, at most half of it.
+    One owner (a key, or an address) may take all `limit` places. Even then other owners are accepted: each may take an
+    equal share of the limit, at most half of it, up to twice the limit in all.
     """
 
     def __init__(self, limit: int) -> None:

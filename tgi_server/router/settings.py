@@ -26,7 +26,7 @@ from tgi_server.router.adapter_source import AdapterSources
 from tgi_server.router.answers.formats import FORMAT_NAMES
 from tgi_server.router.answers.reasoning import REASONING_NAMES
 
-# The requests of which it is noted what they are made of, to explain why they were not found in the prefix cache.
+# The requests whose texts are remembered, to explain why prompts were not found in the prefix cache.
 ExplainedMisses = Literal["own", "all", "off"]
 ToolCallParser = Literal["auto", *FORMAT_NAMES]  # type: ignore[valid-type]
 ReasoningParser = Literal["auto", "none", *REASONING_NAMES]  # type: ignore[valid-type]
@@ -347,7 +347,7 @@ class ServingSettings(RequestSettings):
     @field_validator("api_key")
     @classmethod
     def _as_headers_have_it(cls, key: str | None) -> str | None:
-        """Returns the key without white space around it, such as the line's end of a mounted secret: none is sent."""
+        """Returns the key without surrounding white space, such as a mounted secret's line break, as headers do."""
         return key if key is None else key.strip()
 
     @field_validator("api_key_file")
@@ -359,7 +359,7 @@ class ServingSettings(RequestSettings):
 
     @property
     def api_keys(self) -> list[ApiKey]:
-        """The keys: a request must carry one of them. Empty: it need not."""
+        """The keys, one of which a request must have; empty: requests need none."""
         keys = _read_keys(self.api_key_file) if self.api_key_file else []
         own = [ApiKey(self.api_key)] if self.api_key and all(key.text != self.api_key for key in keys) else []
         return [*own, *keys]

@@ -55,7 +55,7 @@ from tgi_server.router.text.tokenizer_config import read_object
 
 logger = logging.getLogger(__name__)
 
-# While shards load, the launcher reports how far they are.
+# Seconds between log lines of the router while shards load; the launcher reports their progress.
 _REPORT_SECONDS = 60.0
 
 _CLEAR_SECONDS = 60.0
@@ -140,7 +140,7 @@ async def run(
 
 @contextmanager
 def _known_as_ready(path: Path | None) -> Iterator[None]:
-    """Listens on a Unix socket while the router serves, as shards do. Nothing is said there."""
+    """Listens on a Unix socket while the router serves, as shards do. No data is sent there."""
     if path is None:
         yield
         return
@@ -162,7 +162,8 @@ async def assembled(
 
     settings: RouterSettings for callers over HTTP; else requests come from this process alone, and have no limits of
     bytes and of number. connect: returns the client of the shards; None: that of the shards on the settings' socket.
-    metrics: that go on counting; None: new ones. texts: returns what the model's folder has; None: it is read.
+    metrics: existing metrics to continue; None: new ones. texts: returns the texts of the model's folder; None: they
+    are read.
 
     Raises StartupError with one line that says what is missing.
     """
@@ -258,7 +259,7 @@ async def assembled(
 
 
 def texts_of(settings: PipelineSettings, *, encodes: bool = False) -> FolderTexts:
-    """Reads what the folder of a model has for texts (`read_texts`). Raises StartupError."""
+    """Reads the files of a model's folder that concern texts (`read_texts`). Raises StartupError."""
     return read_texts(
         settings.tokenizer_name,
         settings.tokenizer_config_path,
@@ -298,7 +299,7 @@ def _image_reader(
     threads: TokenizerThreads,
     metrics: ImageMetrics,
 ) -> tuple[ImageReader | None, str]:
-    """Returns what reads images for the model; None if it reads none, and the reason."""
+    """Returns the image reader and an empty text, or None and the reason why the model reads no images."""
     if not info.images:
         if settings.allowed_media_domains:
             logger.warning("--allowed-media-domains does nothing: the model does not read images")
@@ -377,7 +378,7 @@ async def _warm_up(
 
 
 async def _open_disk(settings: PipelineSettings, shards: ShardedClient) -> DiskPrefixes | None:
-    """Returns where cached prefixes are stored; None if they are not, or if the folder cannot be used.
+    """Opens the store of cached prefixes on disk; None if there is none, or if its folder cannot be used.
 
     Raises StartupError for a model whose prefixes cannot be stored.
     """
@@ -525,7 +526,7 @@ def _encoders(
     read: ReadTokenizer,
 ) -> Encoders:
     """Returns the models that embed and rank. Raises StartupError for one whose tokenizer cannot be read."""
-    # A name is that of the only model.
+    # A name of the server is that of its only model.
     given = settings.served_model_name if info.encoders_only and len(info.encoders) == 1 else []
     gap_ms = settings.target_token_gap_ms
     return Encoders(
@@ -564,10 +565,10 @@ def _describe(settings: PipelineSettings, info: pb.InfoResponse, capacity: pb.Wa
 
 
 def _collect_garbage_seldom() -> None:
-    """Spares the collector what start-up has left, and the loop most collections: one large body would cause hundreds.
+    """Excludes the objects of start-up from garbage collection, and makes collections rare: a large body causes many.
 
-    A body of two megabytes becomes up to a million objects, which take eight times as long to make otherwise, with all
-    else standing still.
+    A body of two megabytes becomes up to a million objects. With the default thresholds creating them takes eight times
+    as long, during which the event loop is blocked.
     """
     gc.collect()
     gc.freeze()
@@ -575,7 +576,7 @@ def _collect_garbage_seldom() -> None:
 
 
 def access_rules(settings: RouterSettings, listener: socket.socket) -> AccessRules:
-    """Returns who may call the server that listens there."""
+    """Returns the rules for callers of the server that listens on a socket."""
     own = {settings.hostname, socket.gethostname(), *settings.allowed_hosts}
     return AccessRules(
         settings.api_keys,

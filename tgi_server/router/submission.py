@@ -111,7 +111,7 @@ class Submitter(Protocol):
         """Queues the request; the sink is called from now on, also before this returns. Never waits."""
 
     def cancel(self, request_id: int) -> str:
-        """Forgets the request within one step; its sink is not called any more.
+        """Cancels the request within one step; its sink is not called any more.
 
-        Returns how far it had come, for the log; nothing if the id is unknown.
+        Returns the request's progress, for the log; an empty text if the id is unknown.
         """

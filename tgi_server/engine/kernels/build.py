@@ -41,12 +41,12 @@ CACHE = user_cache() / "kernels"
 PACKAGE = "oatmill_kernels"
 FLAGS = [
     *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
-    # Sums are added up in the order that is written, and products and sums are rounded together only where `fma` is
-    # written: a row's result must not depend on the rows beside it, nor on the loop that computes it.
+    # Sums keep the order of the source, and a product is fused with a sum only where the source says `fma`: a row's
+    # result must not depend on the rows beside it, nor on the loop that computes it.
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=off", "-Wno-psabi"),
-    # A register is read as one of floats, of words or of bytes, as its bits are wanted.
+    # The same register is read as floats, words or bytes.
     "-fno-strict-aliasing",
-    # For aarch64 the compiler would load ahead until sums no longer fit the registers; elsewhere it does not by itself.
+    # On aarch64 the compiler would move loads forward until sums no longer fit into registers; elsewhere it does not.
     "-fno-schedule-insns",
 ]
 # Processor time that a file may take: beside a busy server, or at low priority, a file waits much longer than that.
@@ -60,7 +60,7 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _ARMV8_2 = frozenset({"asimd", "atomics", "crc32", "asimdrdm", "asimddp"})
-# Kinds of CPUs by the compiler's names, and what Linux calls the features that they must have; the fastest first.
+# Kinds of CPUs by the compiler's names, with Linux's names of the features that they need; the fastest first.
 X86_TARGETS: Mapping[str, frozenset[str]] = {
     "sapphirerapids": _BF16 | {"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16", "avx_vnni"},
     "cooperlake": _BF16,
@@ -82,8 +82,8 @@ TARGETS = ARM_TARGETS if platform.machine() == "aarch64" else X86_TARGETS
 def load_kernels() -> bool:
     """Makes the kernels available, compiling them if that has not been done for this kind of machine.
 
-    Returns False, after a warning that says why, when they cannot be had; plain torch then does their work, slower.
-    So it does after `compile_beside`.
+    Returns False, after a warning with the reason, if they are not available; plain torch then does their work, slower.
+    It also returns False after `compile_beside`.
     """
     if _compiles_beside:
         return False
@@ -104,7 +104,7 @@ _compiles_beside = False
 
 
 def compile_beside() -> bool:
-    """Makes this process do without kernels if none are compiled for this machine, and a child of it compile them.
+    """If no kernels are compiled for this machine, starts a child that does so; this process goes on without kernels.
 
     Returns True if a child does so, at low priority; the kernels are used from the next start on. A compilation that is
     interrupted resumes at the next start.
@@ -123,7 +123,7 @@ def compile_beside() -> bool:
 
 
 def prepare(targets: Iterable[str], folder: Path | None = None) -> bool:
-    """Compiles the kernels for some targets. Returns False, after a warning that says why, when that fails.
+    """Compiles the kernels for some targets. Returns False, after a warning with the reason, if that fails.
 
     folder: where the libraries are put; None: the cache.
     """
@@ -178,7 +178,7 @@ def _is_private_folder(folder: Path) -> bool:
 
 
 def _temporary_cache() -> Path:
-    """Returns a folder for kernels that later starts find, too, where the temporary folder is kept. Raises OSError."""
+    """Returns a folder for kernels below the temporary one; later starts find it if it is kept. Raises OSError."""
     with contextlib.suppress(FileExistsError):
         TEMPORARY.mkdir(mode=0o700)
     folder = TEMPORARY if _is_private_folder(TEMPORARY) else Path(tempfile.mkdtemp(prefix="oatmill-kernels-"))
@@ -207,7 +207,7 @@ def _compiled(target: str) -> Path:
 
 
 def _compile(library: Path, target: str) -> None:
-    """Compiles the sources that were not compiled before as they are now, and links all of them."""
+    """Compiles the sources that have changed since they were last compiled, and links all objects."""
     compiler = _compiler()
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ and start again")
@@ -243,7 +243,7 @@ def _compile(library: Path, target: str) -> None:
 
 @contextlib.contextmanager
 def _whole(file: Path) -> Iterator[Path]:
-    """Gives a file to write, which becomes `file` if nothing is raised. Several processes may write the same one."""
+    """Yields a path to write to; it is renamed to `file` if nothing is raised. Several processes may do so at once."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
         yield unfinished
@@ -253,14 +253,14 @@ def _whole(file: Path) -> Iterator[Path]:
 
 
 def _is_used(compiled: Path) -> bool:
-    """Returns True if the object is there; it is not an old one from now on."""
+    """Returns True if the object exists, and marks it as used now."""
     with contextlib.suppress(OSError):  # it may be another user's
         os.utime(compiled)
     return compiled.exists()
 
 
 def _remove_old(folder: Path) -> None:
-    """Removes the libraries, with what was found out about them, and the objects that were used longest ago."""
+    """Removes the least recently used libraries, with their stored probe results, and objects."""
     for library in _last_used(folder.glob("*.so"))[_LIBRARIES:]:
         for file in folder.glob(f"{library.stem}*"):
             file.unlink(missing_ok=True)
@@ -298,14 +298,14 @@ def _run(command: list[str]) -> None:
 
 
 def _key(target: str) -> str:
-    """Returns a name that differs wherever the same library might not run, or not do the same."""
+    """Returns a name that differs between machines where a library might not run or have other results."""
     digest = _hash_of_sources().copy()
     digest.update(_circumstances(target))
     return digest.hexdigest()[:20]
 
 
 def _key_of_object(source: Path, target: str, compiler: str) -> str:
-    """Returns a name that differs wherever the compiler might make something else of a source."""
+    """Returns a name that differs whenever the compiler might compile a source to another object."""
     digest = hashlib.sha256(f"{Path(compiler).name} {source.relative_to(FOLDER)}".encode() + _circumstances(target))
     for file in (source, *_included(source)):
         digest.update(file.read_bytes())
@@ -325,7 +325,7 @@ def _included(source: Path) -> list[Path]:
 
 
 def _circumstances(target: str) -> bytes:
-    """Returns everything beside the sources that decides what is compiled."""
+    """Returns everything but the sources that the compiled library depends on."""
     release = torch.__version__.partition("+")[0]  # builds for CPUs and for GPUs have the same interfaces
     features = _cpu_features() if target == NATIVE else ""
     return " ".join([release, platform.machine(), *FLAGS, target]).encode() + features.encode()

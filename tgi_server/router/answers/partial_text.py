@@ -1,4 +1,4 @@
-"""Texts of which a part has come, and texts that another one may begin or end with."""
+"""Finds out with which of several texts an incomplete text begins, may begin, or may end."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ BLANKS = " \n"
 
 
 class Beginnings:
-    """Finds the one of many texts that another text begins with, in a time that hardly depends on their number."""
+    """Finds which of many texts another text begins with, in a time that hardly depends on their number."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = frozenset(texts)

@@ -120,7 +120,7 @@ class AnswerReader:
         return self._pieces(text, last=False)
 
     def end(self) -> list[Piece]:
-        """Returns what was held back, once nothing more comes."""
+        """Returns the pieces that were held back, at the end of the answer."""
         return self._pieces("", last=True)
 
     def _pieces(self, text: str, *, last: bool) -> list[Piece]:
@@ -193,7 +193,7 @@ class AnswerReader:
 
 
 class _Wrap:
-    """Takes away the marks that may stand around an answer, and the blanks within them."""
+    """Removes the marks that may stand around an answer, and the blanks next to them."""
 
     def __init__(self, begin: str, end: str) -> None:
         self._begin, self._end = begin, end

@@ -82,7 +82,7 @@ class Region:
     each: bool = False
 
     def value(self, body: str, captures: Mapping[str, str], allowance: SearchBudget) -> Any:
-        """Returns what the body of a region says. Raises ValueError, LookupError or TimeoutError."""
+        """Returns the parsed body of a region. Raises ValueError, LookupError or TimeoutError."""
         value = _parsed(body, self.parser, self.settings, allowance)
         if self.transform is None:
             return value
@@ -128,7 +128,7 @@ class ResponseTemplate:
 
     @property
     def marks(self) -> str:
-        """All that its marks are made of, in which special tokens are looked up."""
+        """The texts and patterns of all marks, in which special tokens are looked up."""
         marks = [
             mark.pattern.pattern for region in self.regions for mark in (region.begin, region.end) if mark is not None
         ]
@@ -145,7 +145,7 @@ class ResponseTemplate:
         return None
 
     def begun(self, prompt: str) -> str:
-        """Returns what the prompt has of the answer. Raises TimeoutError."""
+        """Returns the beginning of the answer that the prompt contains. Raises TimeoutError."""
         ends = [found.end() for found in _matches(self.anchor.pattern, prompt, SearchBudget())]
         return prompt[ends[-1] :] if ends else ""
 
@@ -180,7 +180,7 @@ def _mark(spec: Mapping[str, Any], name: str) -> Mark | None:
 
 
 def _parsed(text: str, parser: str, settings: Mapping[str, Any], allowance: SearchBudget) -> Any:
-    """Returns what a text says to a parser. Raises ValueError, LookupError or TimeoutError."""
+    """Returns a text as parsed by a parser. Raises ValueError, LookupError or TimeoutError."""
     stripped = text.strip() if settings.get("strip", True) else text
     match parser:
         case "int":
@@ -225,7 +225,7 @@ def _object(pairs: Iterator[tuple[str, str]], settings: Mapping[str, Any], allow
 
 
 def _json(text: str, settings: Mapping[str, Any], allowance: SearchBudget) -> Any:
-    """Returns JSON, whose texts may stand between other marks than quotes, and whose names may be without any."""
+    """Parses JSON whose strings may have other marks than quotes, and whose names may have no quotes."""
     marks = [(regex.escape(begin), regex.escape(end)) for begin, end in settings.get("string_delims", ())]
     texts = "|".join([*(f"{begin}(.*?){end}" for begin, end in marks), _JSON_TEXT])
     written, place = [], 0

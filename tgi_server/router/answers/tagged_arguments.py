@@ -1,4 +1,4 @@
-"""Arguments that are written one by one, and what is read from them as JSON.
+"""Arguments that a model writes one by one between tags, and their conversion to JSON.
 
 A text stands between its tags as it is, and ends with the first closing tag. Everything else is JSON, on one line. As
 Qwen3-Coder writes them, and as Gemma 4 does, where they are listed:

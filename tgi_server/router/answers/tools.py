@@ -26,7 +26,7 @@ TGI_TOOL_PROMPT = (
     '{"function": {"_name": "NAME", "_arguments": {"ARGUMENT": "VALUE"}}}'
 )
 
-# So many last characters of a prompt have the beginning of the answer.
+# Number of last characters of a prompt that can contain the beginning of the answer.
 _LAST_CHARACTERS = 65_536
 _ANSWER = "#/definitions/answer"
 _PLAIN_NAME = re.compile("[A-Za-z0-9_-]+")
@@ -172,9 +172,9 @@ class AnswerForm:
         return TGI_TOOL_PROMPT if self._calls is TGI_FORMAT and self._template is None else ""
 
     def thoughts(self, answer: Grammar | None) -> ReasoningTags | None:
-        """Returns what stands around thoughts before such an answer; None: it has none.
+        """Returns the tags of reasoning before such an answer; None: it has no reasoning.
 
-        answer: the grammar that a request asks for. Thoughts come before JSON only.
+        answer: the grammar that a request asks for. Only JSON can follow reasoning.
         """
         return self._thoughts if answer is None or answer.type is GrammarKind.JSON_SCHEMA else None
 
@@ -217,7 +217,7 @@ class AnswerForm:
     def readers(
         self, use: ToolUse, answer: Grammar | None, *, thinking: bool, prompt: str = ""
     ) -> Callable[[], AnswerReader] | None:
-        """Returns what makes readers of such answers; None where all of an answer is text."""
+        """Returns a function that creates readers of such answers; None if all of an answer is text."""
         if (template := self._templated(use, answer)) is not None:
             schemas = {tool.name: tool.parameters for tool in use.tools}
             begun = template.begun(prompt[-_LAST_CHARACTERS:])
@@ -243,7 +243,7 @@ class AnswerForm:
         return self._calls_as_text and answer is None and not use.required
 
     def _templated(self, use: ToolUse, answer: Grammar | None) -> ResponseTemplate | None:
-        """Returns what parses an answer without a grammar. Calls that must come are in TGI's form."""
+        """Returns the template that parses an answer without a grammar; required calls are in TGI's form instead."""
         return self._template if answer is None and not use.required else None
 
     def _arguments(self, use: ToolUse) -> dict[str, Arguments]:

@@ -1,4 +1,4 @@
-"""The images of a request: fetched, processed once for as long as they are remembered, and put into its prompt."""
+"""The images of a request: fetched, processed (results are cached), and put into its prompt."""
 
 import asyncio
 import logging

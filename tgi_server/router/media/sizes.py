@@ -1,4 +1,4 @@
-"""The work that a file of an image says it needs, read from its headers without decoding anything."""
+"""Estimates the work of decoding an image from the headers of its file, without decoding anything."""
 
 import re
 import struct

@@ -30,7 +30,7 @@ from tgi_server.shared_bytes import SharedMemory
 # The formats that are decoded. Pillow knows more, with decoders that few use.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _STILL = frozenset({"JPEG", "MPO", "BMP"})
-# Times that a JPEG may go over its pixels; encoders use some ten.
+# Maximum number of scans of a JPEG; encoders use about ten.
 _MOST_SCANS = 100
 # The longest edge of an image with the detail `low`, as OpenAI has it.
 _LOW_DETAIL = 512
@@ -38,7 +38,7 @@ _LOW_DETAIL = 512
 _WITH_TORCH = {"lfm2_vl": "Lfm2VlImageProcessor", "llama4": "Llama4ImageProcessor"}
 # Bytes of an array that is worth a page of shared memory.
 _LEAST_PART = 4_096
-# Niceness of the process beside the text streams that are computed meanwhile.
+# Niceness of the process, so that text streams come first.
 _NICENESS = 10
 
 
@@ -134,7 +134,7 @@ def _plain(found: Any, *, mask: bool) -> np.ndarray[Any, Any]:
 def serve(folder: Path, most_pixels: int, least_shared: int, tasks: BinaryIO, results: BinaryIO) -> None:
     """Processes images. The first result says that it has begun. Raises EOFError when there are no more tasks.
 
-    least_shared: bytes of the tensors of an image that are left in shared memory; -1: they are sent, however many.
+    least_shared: from this many bytes on the tensors of an image are left in shared memory; -1: they are always sent.
     """
     try:
         processor = load_processor(folder)
@@ -164,7 +164,7 @@ def _write_arrays(
 ) -> None:
     """Writes a result and its arrays, and returns when the router has them.
 
-    least: bytes of an array that is left in shared memory; None: all arrays are sent.
+    least: minimum bytes of an array that is left in shared memory; None: all arrays are sent.
     """
     large = [name for name, each in arrays.items() if least is not None and each.nbytes >= least]
     shared = dict(zip(large, SharedMemory.of([arrays[name].data for name in large]), strict=True)) if large else {}

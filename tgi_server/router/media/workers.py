@@ -40,7 +40,7 @@ class Workers:
         *,
         least_shared: int | None = None,
     ) -> None:
-        """least_shared: bytes of tensors that are left in shared memory; None: none are."""
+        """least_shared: from this many bytes on an image's tensors are left in shared memory; None: they never are."""
         program = [sys.executable, "-m", "tgi_server.router.media.worker"]
         self._command = [*program, str(folder), str(most_pixels), str(-1 if least_shared is None else least_shared)]
         self._image_seconds = image_seconds
@@ -94,9 +94,9 @@ class Workers:
         return worker
 
     async def _run(self, worker: "_Worker", work: Callable[[], T], seconds: float, left_seconds: float) -> T:
-        """Runs what waits for a worker in a thread. A worker that is late, or has died, is lost.
+        """Runs `work`, which waits for a worker, in a thread. A worker that is late or has died is ended.
 
-        left_seconds: within which a worker must be done after a cancellation, or it is lost, too.
+        left_seconds: time that a worker has to finish after a cancellation; after it the worker is ended, too.
 
         Raises TimeoutError or DecodingFailed.
         """

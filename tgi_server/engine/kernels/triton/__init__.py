@@ -14,11 +14,11 @@ from tgi_server.engine.memory import HOST
 # Triton compiles products for them without tensor cores.
 OLDEST_DEVICE = (8, 0)
 
-# Ways to compute that no GPU has measured yet, so they are off unless the variable names them, with commas between:
-# products with few rows that have the norm before them and the activation behind them inside; attention of rows that
-# decode in one kernel; kernels that are started while the one before still runs (`dependent_launch.py`);
-# the argmax of a row on many processors; cosines and sines of rotary positions in one kernel; the products of experts
-# by the engine's kernel also where torch has one.
+# Variants that have not been measured on a GPU yet, so they are off unless the variable names them, separated by
+# commas: products with few rows fused with the norm before and the activation after them; attention of rows that
+# decode in one kernel; kernels that are started while the one before still runs (`dependent_launch.py`); the argmax of
+# a row on many processors; cosines and sines of rotary positions in one kernel; the products of experts by the engine's
+# kernel also where torch has one.
 VARIANTS_VARIABLE, VARIANTS = (
     "OATMILL_GPU_VARIANTS",
     ("few_rows", "attend_in_one", "pdl", "argmax", "rotary", "experts"),
@@ -40,7 +40,7 @@ class QueryTiles:
 
 
 def device_fault(device: torch.device) -> str | None:
-    """Returns why the kernels with matrix products must not be used on a device, in words; None if they may be."""
+    """Returns the reason why the kernels with matrix products must not be used on a device; None if they may be."""
     if device == HOST or (capability := torch.cuda.get_device_capability(device)) >= OLDEST_DEVICE:
         return None
     return "the kernels need a GPU of compute capability {}.{}; this one has {}.{}".format(*OLDEST_DEVICE, *capability)
@@ -63,7 +63,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def variants() -> frozenset[str]:
-    """Returns which of VARIANTS are on. Raises UnsupportedModel for a name that is none of them."""
+    """Returns the VARIANTS that are on. Raises UnsupportedModel for another name in the variable."""
     named = frozenset(filter(None, os.environ.get(VARIANTS_VARIABLE, "").split(",")))
     if unknown := named.difference(VARIANTS):
         raise UnsupportedModel(f"{VARIANTS_VARIABLE}: no {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")

@@ -1,8 +1,8 @@
-"""Attention of sequences that decode, one token each, in one Triton kernel: it turns query and key by their positions,
-writes key and value into their slot, attends over the blocks, and joins the parts that keys are cut into.
+"""Attention of sequences that decode, one token each, in one Triton kernel: it rotates query and key, writes key and
+value into their slot, attends over the blocks, and joins the parts that keys are cut into.
 
 A program takes one sequence, one KV head with all query heads that share it, and a part of the keys (`split_kv.py`).
-That of the last part writes the token's own key. The one that is done last joins the parts.
+The program of the last part writes the token's own key. The program that finishes last joins the parts.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -32,9 +32,9 @@ _STRIDES = ("query_stride", "key_stride", "value_stride", "head_stride", "key_he
 
 
 def arrivals(device: torch.device, kv_heads: int) -> Tensor:
-    """Returns what `attend_in_one` counts finished parts in; every pass leaves it as it was: zeros.
+    """Returns zeros, in which `attend_in_one` counts finished parts; every pass leaves zeros again.
 
-    kv_heads: the most of a layer.
+    kv_heads: maximum number of KV heads of a layer.
     """
     most = 2 * (PROGRAMS_PER_PROCESSOR * multiprocessors(device) + kv_heads)  # results that any plan keeps, by KV heads
     return torch.zeros(most, dtype=torch.int32, device=device)
@@ -62,7 +62,7 @@ def attend_in_one(
     rounded_alibi: bool,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Writes each row's key and value into its slot and attends, [rows, heads, head_dim], contiguous.
+    """Writes each row's key and value into its slot. Returns attention, [rows, heads, head_dim], contiguous.
 
     query: [rows, heads, head_dim]. key, value: [rows, kv_heads, head_dim]. rotation: cosine and sine, [rows, rotated]
     each; pairs stand half of `rotated` apart; None: nothing is turned. keys, values: [blocks, block_size, kv_heads,

@@ -1,4 +1,4 @@
-"""Products with few rows on a GPU, which take as long as reading the weight: one Triton kernel.
+"""Products with few rows on a GPU, whose time is that of reading the weight, in one Triton kernel.
 
 It normalises its inputs, and applies the activation, a gate and the residual to its outputs, so that a decoder layer
 has no other kernels around its products. A program takes some outputs of all rows, and a part of the inputs (split-K).
@@ -24,16 +24,16 @@ from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wa
 from tgi_server.engine.kernels.triton.norm_and_gate import activated
 from tgi_server.engine.kernels.triton.split_kv import part_of
 
-# The most rows of dense weights; of weights in FP8.
+# Maximum number of rows with dense weights, and with weights in FP8.
 MOST_ROWS, MOST_ROWS_FP8 = 16, 64
-# The most parts of the inputs; and the fewest blocks of a part, which repay its start.
+# Maximum number of parts of the inputs, and minimum number of blocks of a part, since starting a part takes time.
 _MOST_PARTS = 8
 _FEWEST_BLOCKS = 4
 # Programs that a multiprocessor is given.
 _PROGRAMS_PER_PROCESSOR = 8
 # Sums of parts that a thread adds up at once.
 _SUMS_OF_THREAD = 64
-# The bits of e4m3 are bfloat16's of 2^-120 of the number. Half of this is made up for in the inputs, half in the sums.
+# The bits of e4m3, read as bfloat16, are 2^-120 of the number. Inputs and sums are each multiplied by 2^60 for that.
 _LIFTED = tl.constexpr(2.0**60)
 
 
@@ -73,7 +73,7 @@ class InputNorm:
 
 
 def arrivals(outputs: int, device: torch.device) -> Tensor:
-    """Returns what `multiply_few` counts a weight's finished parts in; every product leaves it as it was: zeros."""
+    """Returns zeros, in which `multiply_few` counts a weight's finished parts; every product leaves zeros again."""
     return torch.zeros(outputs, dtype=torch.int32, device=device)
 
 
@@ -234,7 +234,7 @@ def _multiply_few(
 
 @triton.jit
 def _factors(norm_weight, column, inputs, scales):
-    """Returns what inputs are multiplied by ahead of a product, float32."""
+    """Returns the factors of inputs before a product, float32."""
     factors = tl.load(norm_weight + column, mask=column < inputs, other=0.0).to(tl.float32)
     if scales is not None:
         factors *= _LIFTED

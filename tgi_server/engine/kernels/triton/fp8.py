@@ -1,7 +1,7 @@
-"""Numbers of 8 bits with an exponent, in Triton kernels: to codes and back.
+"""Conversion of numbers to FP8 codes and back, in Triton kernels.
 
 Devices older than the Ada generation have no instructions for e4m3, so both directions are bit operations. A code is
-read by way of a half, which both kinds are the upper bits of, or would be with another bias.
+decoded as the upper bits of a float16: e5m2 is just that, and e4m3 differs by a factor, since its bias is another one.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -14,7 +14,7 @@ E4M3_UNIT = tl.constexpr(256.0)
 
 
 def unit(mantissa: int) -> float:
-    """Returns what a number as `decoded` returns it is multiplied by; 1 where numbers are not of 8 bits.
+    """Returns the factor from a number that `decoded` returns to its true value; 1 for all but e4m3.
 
     mantissa: as in KVFormat.
     """
@@ -23,7 +23,7 @@ def unit(mantissa: int) -> float:
 
 @triton.jit
 def decoded(codes, mantissa: tl.constexpr):
-    """Returns float16 numbers of uint8 codes, each the `unit`th part of what its code stands for."""
+    """Returns float16 numbers of uint8 codes: the numbers that the codes stand for, divided by `unit`."""
     bits = codes.to(tl.uint16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7) if mantissa == 3 else bits << 8
     return bits.to(tl.float16, bitcast=True)
@@ -31,7 +31,7 @@ def decoded(codes, mantissa: tl.constexpr):
 
 @triton.jit
 def encoded(x, scale, mantissa: tl.constexpr):
-    """Returns the uint8 codes nearest to x / scale, float32; of what is too large that of the largest number."""
+    """Returns the uint8 codes nearest to x / scale, computed in float32 and clamped to the largest number."""
     bias: tl.constexpr = 7 if mantissa == 3 else 15
     largest: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
     smallest: tl.constexpr = 0.015625 if mantissa == 3 else 0.00006103515625  # of those with an exponent

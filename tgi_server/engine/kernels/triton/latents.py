@@ -1,5 +1,5 @@
-"""Multi-head latent attention in two Triton kernels: what a token leaves in the cache, and attention of sequences that
-decode.
+"""Multi-head latent attention in two Triton kernels: one writes a token's entry into the cache, the other attends for
+sequences that decode.
 
 All heads share the latents: a program takes one token, some of its heads, and a part of its keys (`split_kv.py`). It
 reads each latent once, as the key and as the value.

@@ -2,7 +2,7 @@
 
 Rows are sorted by their adapter's number, and each program takes some neighbours in that order: it reads the matrices
 of the adapters that occur among them, mostly one. Which matrices those are, it reads from tables on the device, so a
-captured step goes on to be right when adapters come and go.
+captured step stays right when adapters are loaded and removed.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -93,7 +93,7 @@ def _norm(
 
 @triton.jit
 def normalised(values, weight, bias, eps, column, size: tl.constexpr, centred: tl.constexpr, kind: tl.constexpr):
-    """Returns a row, float32, normalised and times its weight. kind: the dtype of what it is made of."""
+    """Returns a row, float32, normalised and multiplied by the weight. kind: the dtype of the input."""
     real = column < size
     if centred:
         values = tl.where(real, values - tl.sum(values, 0) / size, 0.0)

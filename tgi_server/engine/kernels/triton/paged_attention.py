@@ -1,6 +1,6 @@
-"""Attention of query tokens over the KV blocks where they lie, as Triton kernels: windowed, soft-capped, with alibi.
+"""Attention of query tokens over KV blocks in place, as Triton kernels: windowed, soft-capped, with alibi.
 
-Query tokens of one sequence that stand next to each other form a tile; a sequence that decodes is a tile of one token.
+Neighbouring query tokens of one sequence form a tile; a sequence that decodes is a tile of one token.
 A program takes one tile, one KV head with all query heads that share it, and a part of the tile's keys (`split_kv.py`).
 """
 
@@ -94,7 +94,7 @@ def paged_attention(
     rounded_alibi: bool,
     sinks: Tensor | None,
 ) -> None:
-    """Writes what the tokens of the tiles attend to to output, contiguous, of query's shape.
+    """Writes the attention of the tokens of the tiles into output, contiguous, of query's shape.
 
     query: [tokens, heads, head_dim]; keys and values: [blocks, block_size, kv_heads, head_dim], contiguous. scales: of
     keys and of values. mantissa: bits of the numbers of those that are uint8, 0 where neither are. tables: [sequences,
@@ -209,7 +209,7 @@ def attend_key_tile(
     key_tile: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, alibi: tl.constexpr,
     rounded_alibi: tl.constexpr, mantissa: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """Returns highest, total and sums once the keys of a tile are among what they were computed of."""
+    """Returns highest, total and sums, updated with the keys of a tile."""
     column = tl.arange(0, width)
     position = number * key_tile + tl.arange(0, key_tile)
     held = column[None, :] < head_dim
@@ -256,6 +256,6 @@ def attend_key_tile(
 
 @triton.jit
 def _rounded(x):
-    """float32 with the precision of bfloat16, to nearest, ties to even."""
+    """Rounds float32 to the precision of bfloat16, to nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)

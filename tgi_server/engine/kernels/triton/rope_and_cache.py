@@ -171,7 +171,7 @@ def _turn(
 
 @triton.jit
 def kept(x, cache, scale, mantissa: tl.constexpr):
-    """Returns numbers as a cache has them."""
+    """Returns numbers in the form in which the cache stores them."""
     if cache.dtype.element_ty == tl.uint8:
         x = encoded(x.to(tl.float32), scale, mantissa)
     return x

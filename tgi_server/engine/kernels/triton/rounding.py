@@ -1,5 +1,5 @@
-"""Inputs of products in FP8, rounded with a scale for each row or for each of its groups: as they are, or as the norm
-or the gate before the product makes them. Each is one Triton kernel.
+"""Rounds inputs of FP8 products, with a scale for each row or for each group of its inputs. Kernels in Triton also
+compute the norm or the gate before the product.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -1,5 +1,5 @@
-"""A mixture's work around its products on a GPU, one Triton kernel for each: which experts a token has, where the rows
-of each expert stand, and the sum of what they give.
+"""A mixture's work around its products on a GPU, one Triton kernel for each step: choosing the experts of a token,
+grouping the rows by expert, and summing the experts' outputs.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 
-# Every expert's program looks at all rows: of more rows a sort takes less work.
+# Every expert's program reads all rows; for more rows than this, sorting takes less work.
 MOST_GROUPED = 4096
 _ROWS_AT_ONCE, _FEW_ROWS = 1024, 128
 _COLUMNS_AT_ONCE = 1024

@@ -259,13 +259,13 @@ def _value(key):
 
 @triton.jit
 def _weight_of(x, peak):
-    """Returns what tokens weigh: 2^40 for the likeliest one, 0 from e^-28 of that on."""
+    """Returns the integer weights of tokens: 2^40 for the likeliest, 0 for those below e^-28 of its probability."""
     return (tl.exp(tl.maximum(x - peak, -28.0)) * 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
 def _target(weight, top_p):
-    """Returns the weight that the tokens which top_p keeps have to reach."""
+    """Returns the total weight that top_p requires of the tokens that it keeps."""
     return tl.minimum(tl.maximum(tl.ceil(weight.to(tl.float64) * top_p).to(tl.int64), 1), weight)
 
 

@@ -1,8 +1,8 @@
 """Split-KV ("flash decoding", Dao et al. 2023): the keys of a query tile are cut into parts, and their results joined.
 
-Into how many parts each tile's keys are cut is planned on the device, from the lengths of all sequences: a long one
-among many short ones is cut into as many as if it were alone. So a CUDA graph holds for any lengths, and the host waits
-for none.
+The number of parts of each tile is planned on the device, from the lengths of all sequences: a long sequence among many
+short ones is cut into as many parts as if it were alone. So a CUDA graph is right for any lengths, and the host never
+waits for them.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -19,10 +19,10 @@ from tgi_server.engine.kernels.triton import QueryTiles, multiprocessors
 from tgi_server.engine.kernels.triton.dependent_launch import launch_options, wait_for_earlier
 
 PROGRAMS_PER_PROCESSOR = 2
-# The most parts of a tile, so that one pass joins them; and the fewest key tiles of a part, unless it is alone.
+# Maximum number of parts of a tile, so that one pass joins them; minimum number of key tiles of one of several parts.
 MOST_PARTS = 64
 _FEWEST_KEY_TILES = 2
-# Of prompts, whose parts have more rows to join.
+# The minimum for prompts, whose parts have more rows to join.
 _FEWEST_KEY_TILES_OF_PROMPTS = 16
 # Tiles that the planning program looks at together.
 _PLANNED_AT_ONCE = 1024
@@ -37,11 +37,10 @@ _ANY_VALUE = ("counts", "kv_lengths", "firsts", "tile_of", "starts", "places", "
 class PartsPlan:
     """The parts into which the keys of some tiles are cut, for layers with the same window.
 
-    tile_of: [items] int32; the tile of each part, its parts one after the other. starts: [tiles + 1] int32; the first
-    part of each tile, and behind them the number of all parts. places: [tiles] int32; where the results of a tile's
-    parts are kept until they are joined. joined: int32, as many as may have several parts and one; the tiles that have,
-    and behind the others' places their number.
-    most_kept: an upper bound of the results that are kept.
+    tile_of: [items] int32; the tile of each part, with the parts of a tile next to each other. starts: [tiles + 1]
+    int32; the first part of each tile, and at the end the number of all parts. places: [tiles] int32; where the results
+    of a tile's parts are stored until they are joined. joined: [n + 1] int32; the tiles that have several parts, at
+    most n, and in the last element their number. most_kept: an upper bound of the stored results.
     """
 
     tile_of: Tensor
@@ -76,9 +75,9 @@ def join_parts(
 ) -> None:
     """Writes the rows of the tiles that have several parts to output, [tokens, heads, head_dim].
 
-    parts: [kept, kv_heads, rows, width] float32; the mean of the values that each part's keys have. weights:
-    [kept, kv_heads, rows] float32; the logarithms, to the base of 2, of what these weigh. group: query heads that share
-    a KV head. tokens: most of a tile.
+    parts: [kept, kv_heads, rows, width] float32; the weighted mean of each part's values. weights: [kept, kv_heads,
+    rows] float32; the logarithms, to the base of 2, of each part's total weight. group: query heads that share a KV
+    head. tokens: maximum number of tokens of a tile.
     """
     _, kv_heads, rows, width = parts.shape
     together, at_once = joined_at_once(rows, width)
@@ -104,7 +103,7 @@ def parts_at_once(together: int, width: int, numbers: int = _JOINED_AT_ONCE) -> 
 
 @triton.jit
 def _key_tiles(counts, kv_lengths, tile, tiles, window, key_tile: tl.constexpr, windowed: tl.constexpr):
-    """Returns how many key tiles each of some query tiles looks at. A query tile without tokens looks at none."""
+    """Returns how many key tiles each of some query tiles attends to; none for a query tile without tokens."""
     count = tl.load(counts + tile, mask=tile < tiles, other=0)
     length = tl.load(kv_lengths + tile, mask=tile < tiles, other=0)
     first = tl.maximum(length - count + 1 - window, 0) // key_tile if windowed else 0

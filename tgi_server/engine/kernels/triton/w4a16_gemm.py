@@ -1,9 +1,9 @@
-"""Products with quantized weights on a GPU: one Triton kernel for all kinds of them, and few rows.
+"""Products of few rows with quantized weights of all kinds on a GPU, in one Triton kernel.
 
 A program takes some rows and some outputs, and goes over a part of the inputs (split-K), block by block. The inputs of
 a block belong to one group; its codes lie in words, 16 to a block: the first code of each belongs to the
-first 16 inputs, the second to the next 16. They become numbers of the input's dtype in registers, tensor cores multiply
-these, and the sums of a block are scaled. For many rows the weight is dequantized first, and cuBLAS multiplies.
+first 16 inputs, the second to the next 16. Codes are converted to the input's dtype in registers, tensor cores multiply
+them, and the sums of a block are scaled. For many rows the weight is dequantized first, and cuBLAS multiplies.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -27,7 +27,7 @@ WORDS = 16
 _FEW_ROWS = 16
 # From this many rows on it pays to write a dense weight and read it again.
 DENSE_ROWS = 129
-# Programs that a multiprocessor needs to load without a pause, and the fewest blocks of a part that repay its start.
+# Programs that a multiprocessor needs to load without a pause, and minimum number of blocks for which a part pays off.
 _PROGRAMS_PER_PROCESSOR = 8
 _FEWEST_BLOCKS = 8
 _SUMMED_AT_ONCE = 512
@@ -150,7 +150,7 @@ def _multiply_dense(
     return y if residual is None else y.add_(residual.reshape(y.shape))
 
 
-# Some numbers would be compiled for while requests wait, were they specialised.
+# Specialisation on these numbers would compile further kernels while requests wait.
 @triton.jit(do_not_specialize=["rows", "blocks", "share"])
 def _multiply_codes(
     x, codes, scales, zeros, codebook, groups, order, bias, residual, y,
@@ -225,7 +225,7 @@ def block_sums(
 
 @triton.jit(do_not_specialize=["splits"])
 def _add_splits(sums, bias, residual, y, outputs, splits, at_once: tl.constexpr, pdl: tl.constexpr = False):
-    """Writes what the parts of a row's inputs add up to. sums: [splits, rows, outputs]."""
+    """Writes the total of the parts of a row's inputs. sums: [splits, rows, outputs]."""
     if pdl:
         wait_for_earlier()
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -268,7 +268,7 @@ def _expand(
 
 @triton.jit
 def _scale(scales, zeros, at, real, kind: tl.constexpr):
-    """Returns what the numbers of some outputs are multiplied by, and before that their zeros, float32."""
+    """Returns the scales of some outputs, and the zeros that are subtracted before scaling, float32."""
     scale = tl.load(scales + at, mask=real, other=0.0).to(tl.float32)
     if kind == "fp8":
         scale = scale * E4M3_UNIT
@@ -280,7 +280,7 @@ def _scale(scales, zeros, at, real, kind: tl.constexpr):
 
 @triton.jit
 def _inputs(x_rows, order, place, inputs, real_rows, whole: tl.constexpr):
-    """Returns what stands at some places of some rows, with zeros where there is nothing."""
+    """Returns the inputs at some places of some rows, and zeros for padding."""
     column = place
     if order is not None:
         column = tl.load(order + place)
@@ -290,7 +290,7 @@ def _inputs(x_rows, order, place, inputs, real_rows, whole: tl.constexpr):
 
 @triton.jit
 def _numbers(read, number: tl.constexpr, codebook, kind: tl.constexpr, bits: tl.constexpr):
-    """Returns what some codes of a kind stand for, in FP8 a part of it: of each word the one with this number."""
+    """Returns the numbers of the codes with index `number` in each word; for FP8 divided by a constant."""
     word = read.to(tl.int32)
     if kind == "codebook":
         numbers = tl.load(codebook + ((word >> (number * bits)) & 15))
