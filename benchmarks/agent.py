@@ -1,4 +1,4 @@
-"""Agents: long system prompts with tools, and turns of a call, its result and a text, on a context that grows.
+r"""Measures agents: long system prompts with tools, then turns of a call, its result and a text, in a growing context.
 
     python -m benchmarks.agent --url http://127.0.0.1:8080 --agents 1 4 8
     python -m benchmarks.agent --start model.gguf --peer-command \
@@ -7,12 +7,12 @@
     python -m benchmarks.agent --url http://127.0.0.1:8080 --agents 1 --turns 2 --tools 2 --system-words 100
 
 Each agent has the same system prompt of about 4,000 tokens, twelve tools among them. In each turn the user says what
-to do, the model calls a tool (`tool_choice: "required"`), gets its result and writes a text. What it wrote is sent back
-in the next request. After 20 turns the context has about 16,000 tokens. Before each number of agents one request
-computes the system prompt, which is new then; its time to the first token is that of the column `cold`.
+to do, the model calls a tool (`tool_choice: "required"`), gets its result and writes a text. Its messages are sent back
+in the next request. After 20 turns the context has about 16,000 tokens. For each number of agents the system prompt is
+a new one, and one request computes it before the agents start; the column `cold` has its time to the first token.
 
-`cached` is the share of what repeats (the agent's last prompt and answer) that came from the prefix cache, by
-`usage.prompt_tokens_details.cached_tokens`; for a server that does not report that it is estimated from the times to
+`cached` is the share of the repeated tokens (the agent's last prompt and answer) that came from the prefix cache, by
+`usage.prompt_tokens_details.cached_tokens`. For a server that does not report that, it is estimated from the times to
 the first token, relative to the cold prompt (marked with ~). Prints a table; the last line is JSON.
 """
 
@@ -269,13 +269,17 @@ async def _run(arguments: argparse.Namespace, servers: Sequence[ServerCommand]) 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_server_arguments(parser)
-    parser.add_argument("--agents", type=positive, nargs="+", default=[1, 4, 8], help="at once (default: 1 4 8)")
-    parser.add_argument("--turns", type=positive, default=20, help="default: %(default)s")
-    parser.add_argument("--tools", type=int, choices=range(1, 13), default=12, metavar="N", help="default: %(default)s")
-    parser.add_argument("--system-words", type=positive, default=2400, help="default: %(default)s")
-    parser.add_argument("--user-words", type=positive, default=40, help="default: %(default)s")
-    parser.add_argument("--result-words", type=positive, default=400, help="default: %(default)s")
-    parser.add_argument("--new-tokens", type=positive, default=64, help="at most, of an answer (default: %(default)s)")
+    parser.add_argument("--agents", type=positive, nargs="+", default=[1, 4, 8], help="agents at once (default: 1 4 8)")
+    parser.add_argument("--turns", type=positive, default=20, help="turns of an agent (default: %(default)s)")
+    parser.add_argument(
+        "--tools", type=int, choices=range(1, 13), default=12, metavar="N", help="1 to 12 (default: 12)"
+    )
+    parser.add_argument(
+        "--system-words", type=positive, default=2400, help="of the system prompt (default: %(default)s)"
+    )
+    parser.add_argument("--user-words", type=positive, default=40, help="of a user's message (default: %(default)s)")
+    parser.add_argument("--result-words", type=positive, default=400, help="of a tool's result (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="maximum of an answer (default: %(default)s)")
     parser.add_argument("--seed", default="0", help="another seed, other texts (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one request (default: %(default)s)")
     add_peer_arguments(parser)

@@ -2,14 +2,14 @@
 
     python -m benchmarks.dialogue                        Oatmill with the demo model
     python -m benchmarks.dialogue --start FOLDER         Oatmill with another model
-    python -m benchmarks.dialogue --url URL              a server that runs
+    python -m benchmarks.dialogue --url URL              a running server
 
 Each session sends the turns of `dialogue.json`, whose system message says what the assistant knows at that turn. The
-words of a turn come at speaking pace, some times faster, with a pause within it. Once the user has been silent for
-`--silence`, the turn is over and the request is sent; times are counted from there. Sessions of three kinds follow each
-other: without `/v1/warm`; with it, for the words so far, while the others are spoken; and with the first tokens of the
-answer, too, whenever the user has been silent for `--notice`. They are thrown away if another word comes. The first
-sentence is there within a step if it takes no longer than the fastest first token of all, and one step.
+words of a turn come at `--speed` times speaking pace, with a pause within the turn. After `--silence` seconds without a
+word the turn is over and the request is sent; times are counted from there. Sessions of three kinds follow each other:
+without `/v1/warm`; with `/v1/warm` for the words so far, while the others are spoken; and with an early answer, too,
+whose first tokens are generated after `--notice` seconds of silence, and dropped if another word comes. The first
+sentence counts as there within a step if it takes no longer than the fastest first token of all plus one step.
 """
 
 import argparse
@@ -238,10 +238,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     server = parser.add_mutually_exclusive_group()
     server.add_argument("--start", type=Path, default=demo_model.PATH, metavar="MODEL", help="a model folder")
-    server.add_argument("--url", help="of a server that runs")
+    server.add_argument("--url", help="of a running server")
     parser.add_argument("--sessions", type=int, default=6, help="of each kind (default: %(default)s)")
-    parser.add_argument("--speed", type=float, default=4.0, help="of speech, in usual speeds (default: %(default)s)")
-    parser.add_argument("--warm-every", type=int, default=3, metavar="WORDS", help="words of a turn (default: 3)")
+    parser.add_argument(
+        "--speed", type=float, default=4.0, help="of speech, as a multiple of usual speed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warm-every", type=int, default=3, metavar="WORDS", help="words between two calls of /v1/warm (default: 3)"
+    )
     parser.add_argument(
         "--notice", type=float, default=0.2, help="seconds of silence until an early answer (default: %(default)s)"
     )

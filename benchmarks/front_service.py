@@ -162,9 +162,13 @@ def milliseconds(times: list[float]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=3000, help="calls for the overhead (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=500, help="calls a second to bear (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=float, default=500, help="calls a second of the load with a rate (default: %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=10, help="length of each load (default: %(default)s)")
-    parser.add_argument("--callers", type=int, default=32, help="callers for the most (default: %(default)s)")
+    parser.add_argument(
+        "--callers", type=int, default=32, help="callers at once, for the maximum rate (default: %(default)s)"
+    )
     parser.add_argument("--cores", help="cores that all processes share, such as 0,1 (default: any)")
     parser.add_argument("--instant-model", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -4,9 +4,9 @@
     python -m benchmarks.images --start MODEL --peer vllm --peer-programs /opt/peers/vllm/bin --streams 0
     python -m benchmarks.images --url URL              a server that runs
 
-First tokens: one user sends a photograph that is new, the same conversation again, the same photograph behind another
-text, and texts of as many tokens. Streams: these run all the time; every other while, users send photographs, each the
-next one as soon as the last reply is there, and then the same ones again.
+First tokens: one user sends a new photograph, the same conversation again, the same photograph after another text, and
+texts of as many tokens. Streams: text streams run all the time. In every second interval users also send photographs,
+each the next one as soon as the last reply is complete, and then the same ones again.
 """
 
 import argparse
@@ -243,13 +243,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     server = parser.add_mutually_exclusive_group(required=True)
     server.add_argument("--start", type=Path, metavar="MODEL", help="a model folder: starts Oatmill with it")
-    server.add_argument("--url", help="of a server that runs")
+    server.add_argument("--url", help="of a running server")
     parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for the server that --start starts")
     parser.add_argument("--peer", choices=PEERS, help="another server to measure, after Oatmill")
     parser.add_argument("--peer-programs", type=Path, metavar="FOLDER", help="where its programs are")
     parser.add_argument("--repeat", type=positive, default=5, help="first tokens of each kind (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=8, help="text streams; 0: first tokens only (default: 8)")
-    parser.add_argument("--users", type=positive, default=2, help="that send images beside streams (default: 2)")
+    parser.add_argument("--users", type=positive, default=2, help="users that send images beside streams (default: 2)")
     parser.add_argument("--images", type=positive, default=4, help="new ones in each round (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=2, help="default: %(default)s")
     parser.add_argument("--width", type=positive, default=1024, help="of an image (default: %(default)s)")

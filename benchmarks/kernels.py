@@ -6,9 +6,9 @@
     python -m benchmarks.kernels runs/synthetic/llama-360m --write
 
 Milliseconds of all layers of the model, by the number of rows, and of one layer's attention, by the prompt's tokens.
-With --weights, layers with quantised weights stand beside dense ones. What stands side by side is measured in
-turns; the least of several times counts. --write measures all kinds of weights and replaces this ISA's section of
-the table by which kernels are chosen (tgi_server/engine/linear/kernels.toml).
+With --weights, layers with quantised weights are measured as well as dense ones. All columns are measured in turns, and
+the shortest of several times counts. --write measures all kinds of weights and replaces this ISA's section of the table
+by which kernels are chosen (tgi_server/engine/linear/kernels.toml).
 """
 
 import argparse

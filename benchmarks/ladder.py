@@ -216,7 +216,9 @@ def main() -> None:
     )
     parser.add_argument("--calls", type=int, default=500, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=600, help="in which calls begin (default: %(default)s)")
-    parser.add_argument("--load", type=float, default=3.0, help="calls in the time of one alone (default: %(default)s)")
+    parser.add_argument(
+        "--load", type=float, default=3.0, help="calls begun in the time of one alone (default: %(default)s)"
+    )
     parser.add_argument("--places", type=int, default=128, help="answers in a batch, at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the bursts (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")

@@ -116,7 +116,7 @@ def main() -> None:
         "--model", type=Path, required=True, help="a folder, of which only config.json is read, or a GGUF file"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     arguments = parser.parse_args()
     dtype = DTYPES[arguments.dtype]
     try:

@@ -203,7 +203,9 @@ def main() -> None:
     server.add_argument("--start", type=Path, metavar="MODEL", help="a model folder: starts Oatmill with it")
     server.add_argument("--url", help="of a server that runs; --batch is to be its number of requests in one batch")
     parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for the server")
-    parser.add_argument("--load", type=float, nargs="+", default=[0.5, 1, 2, 3], help="multiples of the capacity")
+    parser.add_argument(
+        "--load", type=float, nargs="+", default=[0.5, 1, 2, 3], help="multiples of capacity; default: 0.5 1 2 3"
+    )
     parser.add_argument("--deadline", type=float, default=2.0, help="seconds for a request (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="that each load lasts (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer (default: %(default)s)")

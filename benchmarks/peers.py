@@ -1,10 +1,10 @@
-"""The same load on Oatmill and on other servers, one after the other, in several rounds.
+"""Measures Oatmill and other servers under the same loads, one server after the other, in several rounds.
 
     python -m benchmarks.peers --model runs/synthetic/opt-125m --peer vllm --peer-programs /opt/peers/vllm/bin
     python -m benchmarks.peers --model MODEL --peer-command "my-server --model {model} --port {port}" --peer-api tgi
 
-Only one server runs at a time. Prints, for each load, the medians over the rounds, how many times better Oatmill is
-than each of the others, and how many times as long as the floor each takes; the last line is everything as JSON.
+Only one server runs at a time. Prints, for each load, the medians over the rounds, the ratio of Oatmill to each of the
+others (above 1: Oatmill is better), and the ratio of each time to its floor; the last line is everything as JSON.
 """
 
 import argparse
@@ -174,7 +174,9 @@ def _arguments() -> argparse.Namespace:
         "--model", type=Path, nargs="+", required=True, help="folders or GGUF files, one after the other"
     )
     parser.add_argument("--rounds", type=positive, default=3, help="default: %(default)s")
-    parser.add_argument("--start-limit", type=float, default=600, help="seconds for a server to get healthy")
+    parser.add_argument(
+        "--start-limit", type=float, default=600, help="seconds for a server to get healthy (default: 600)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     parser.add_argument("--our-command", default=OURS.command, help="default: %(default)s")
     parser.add_argument("--our-api", choices=APIS, default="openai", help="default: %(default)s")

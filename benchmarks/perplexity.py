@@ -1,4 +1,4 @@
-"""Measures what quantised weights and a KV cache in 8 bits cost: the perplexity of a model with them, and without.
+r"""Measures what quantised weights and a KV cache in 8 bits cost: the perplexity of a model with them, and without.
 
     python -m benchmarks.perplexity models/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --table
     python -m benchmarks.perplexity MODEL --table --tokens 4000 --work /tmp/dense
@@ -9,11 +9,11 @@
     python -m benchmarks.perplexity tgi_server/demo_model/weights --quantize none --context 2000 \
         --kv-cache-dtype none fp8_e4m3fn fp8_e5m2
 
---table compares everything that the server can do to a model with its weights in float32, on the repository's
+--table compares all variants of a model that the server can compute with its weights in float32, on the repository's
 documents; copies of the model (dense, and by GPTQ) are written to the folder --work and used again. Otherwise the demo
-model is asked about the answers in documents that it was not trained on, which --context puts one behind the
-other into long prompts; with --text, any model about every token of some texts. Tokens go through the engine's own
-path, as prompts whose logprobs are reported.
+model predicts the answers in documents that it was not trained on; --context joins documents to long prompts. With
+--text, any model predicts every token of some texts. Tokens go through the engine's own path, as prompts whose logprobs
+are reported.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def held_out_documents(tokenizer: Tokenizer, count: int) -> list[TokenisedDocume
 
 
 def joined(documents: Sequence[TokenisedDocument], context: int) -> list[TokenisedDocument]:
-    """Puts documents one behind the other, as many as `context` tokens have room for; at least one."""
+    """Joins documents to texts of at most `context` tokens, or of a single longer document."""
     pieces: list[TokenisedDocument] = []
     for ids, counts in documents:
         if pieces and len(pieces[-1][0]) + len(ids) <= context:
@@ -226,7 +226,7 @@ def measured(engine: Engine, documents: Sequence[TokenisedDocument]) -> tuple[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a model folder; with --table, or a GGUF file")
+    parser.add_argument("model", type=Path, help="a model folder, or with --table a GGUF file")
     parser.add_argument("--table", action="store_true", help="compare all variants of the model with float32")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of the table's texts (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table, beside the first one")

@@ -102,13 +102,15 @@ PEERS = {
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which server is measured, the same ones for every command."""
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--url", help="of a server that runs, such as http://127.0.0.1:8080")
-    which.add_argument("--start", type=Path, metavar="MODEL", help="a model folder or a GGUF file: starts the servers")
-    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for Oatmill, which --start starts")
+    which.add_argument("--url", help="of a running server, such as http://127.0.0.1:8080")
+    which.add_argument(
+        "--start", type=Path, metavar="MODEL", help="a model folder or a GGUF file, to start servers with"
+    )
+    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="flags for Oatmill, with --start")
     parser.add_argument(
         "--start-limit", type=float, default=600, help="seconds for a server to get healthy (default: %(default)s)"
     )
-    parser.add_argument("--model", help="its name in requests; default: the first that the server lists")
+    parser.add_argument("--model", help="name of the model in requests; default: the first that the server lists")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
 
 

@@ -293,10 +293,13 @@ def write_adapters(model: SyntheticModel, folder: Path, count: int, rank: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", metavar="MODEL", default=list(WRITTEN), help=", ".join(MODELS))
+    parser.add_argument("models", nargs="*", metavar="MODEL", default=list(WRITTEN),
+                        help=f"{', '.join(MODELS)} (default: {' '.join(WRITTEN)})")  # fmt: skip
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to (default: %(default)s)")
     parser.add_argument("--device", type=torch.device, default="cpu", help="makes the weights (default: %(default)s)")
-    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters to write for each model, for W7")
+    parser.add_argument(
+        "--adapters", type=int, default=0, help="LoRA adapters to write for each model, for W7 (default: 0)"
+    )
     parser.add_argument("--rank", type=positive, default=16, help="of an adapter (default: %(default)s)")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.models if name not in MODELS]:

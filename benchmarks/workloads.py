@@ -110,13 +110,15 @@ def add_load_arguments(parser: argparse.ArgumentParser, default: list[str]) -> N
     """Adds the flags that choose loads and change them, the same ones for every command."""
     loads = parser.add_argument_group("loads", "; ".join(f"{w.name}: {w.describe()}" for w in WORKLOADS.values()))
     loads.add_argument("--load", nargs="+", default=default, choices=WORKLOADS, help=f"default: {' '.join(default)}")
-    loads.add_argument("--users", type=positive, help="this and the following instead of the load's own")
-    loads.add_argument("--words", type=positive, help="of a prompt, or of a turn of a chat")
-    loads.add_argument("--new-tokens", type=positive, help="of a reply")
-    loads.add_argument("--turns", type=positive, help="of a chat; 1: single prompts")
+    loads.add_argument(
+        "--users", type=positive, help="users at once; this and the following flags replace the load's own values"
+    )
+    loads.add_argument("--words", type=positive, help="words of a prompt, or of a turn of a chat")
+    loads.add_argument("--new-tokens", type=positive, help="tokens of a reply")
+    loads.add_argument("--turns", type=positive, help="turns of a chat; 1: single prompts")
     loads.add_argument("--repeat", type=positive, help="prompts, or chats, of each user")
-    loads.add_argument("--adapters", type=int, help="that the users name, adapter-0 and so on; 0: none")
-    loads.add_argument("--stream", action=argparse.BooleanOptionalAction, help="whether replies come token by token")
+    loads.add_argument("--adapters", type=int, help="adapters that users name, adapter-0 and so on; 0: none")
+    loads.add_argument("--stream", action=argparse.BooleanOptionalAction, help="get replies token by token, or whole")
 
 
 def chosen_loads(arguments: argparse.Namespace) -> list[Workload]:

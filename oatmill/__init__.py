@@ -1,4 +1,4 @@
-"""The command `oatmill` (serves models, chats, checks a machine), and `LLM`, for programs of one's own."""
+"""The command `oatmill` (serves models, chats, checks a machine), and `LLM`, a model within a Python program."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`LLM`: a model in a program of one's own, with the options and the tokens of the server's API."""
+"""`LLM`: a model within a Python program, with the options and the results of the server's API."""
 
 import asyncio
 import json
@@ -186,7 +186,7 @@ class LLM:
         return rows if several else rows[0]
 
     def _all(self, path: str, bodies: Sequence[Any], convert: Callable[[Any], Any], *, progress: bool) -> list[Any]:
-        """Returns what `convert` makes of the responses to some requests, in their order."""
+        """Returns the converted responses to some requests, in their order."""
         from tqdm.auto import tqdm
 
         with tqdm(total=len(bodies), disable=None if progress else True) as bar:
@@ -216,7 +216,7 @@ class LLM:
 
 
 def _settings(model: str | PathLike[str] | None, given: Mapping[str, Any]) -> LauncherSettings:
-    """Raises InvalidSettings."""
+    """Returns the settings of a model. Raises InvalidSettings."""
     values = dict(given)
     if model is not None:
         values["model_id"] = str(Path(model).expanduser()) if Path(model).expanduser().exists() else fspath(model)

@@ -1,4 +1,4 @@
-"""Requests of this process to a model in it, which take the server's way from the handler of their route on."""
+"""Requests of this process to its own model, processed by the same route handlers as those of a server."""
 
 import asyncio
 import warnings
@@ -68,4 +68,4 @@ def _request(path: str, body: bytes) -> Request:
 
 
 def _never(*_: object) -> None:
-    """Stands for the end of a connection, which there is none of."""
+    """Does nothing, in place of a callback for the end of a connection: there is no connection."""

@@ -1,4 +1,4 @@
-"""Tasks with an answer that a program can check, on one server, or on Oatmill and others one after the other.
+"""Runs tasks whose answers a program can check, on one server, or on Oatmill and others one after the other.
 
     python -m benchmarks.tasks --url http://127.0.0.1:8080
     python -m benchmarks.tasks --start model.gguf --peer llama.cpp --peer-programs /opt/peers/llama/bin
@@ -8,8 +8,8 @@
 Families: calls of tools, extraction into JSON schemas, spans, choices and questions of yes or no (by `/v1/decisions`,
 by a grammar, and free), functions of Python that are run against tests, and a hundred cases of `bfcl-eval`, if that
 package is installed or given. All servers get the same requests, greedy. Prints a table; the last line is JSON;
-`--answers FILE` has every request and answer, and `--beside FILE` shows such answers of an earlier run again. Scores do
-not depend on how busy the machine is, times do.
+`--answers FILE` stores every request and answer, and `--beside FILE` shows the stored answers of an earlier run beside
+the new ones. Times depend on how busy the machine is; scores do not.
 """
 
 import argparse

@@ -43,7 +43,7 @@ class Architecture:
     alike: Collection[str] = ()
 
     def name_in_model(self, name: str) -> str | None:
-        """Returns the name in `transformers` of a tensor; of all experts with {} for the number of one; or None."""
+        """Returns a tensor's name in `transformers`, or None. For a tensor of all experts it has {} for the number."""
         stem, _, kind = name.rpartition(".")
         if stem in (of_model := {**tensor_names.MODEL, **self.of_model}):
             return f"{of_model[stem]}.{kind}"
@@ -66,7 +66,7 @@ def layer_of(name: str) -> int | None:
 
 
 def part_of(name: str) -> str:
-    """Returns the name of a tensor without that of its layer and without `weight` or `bias`."""
+    """Returns the name of a tensor without its layer's name and without `weight` or `bias`."""
     block = _BLOCK.fullmatch(name)
     return (block[2] if block else name).removesuffix(".weight").removesuffix(".bias")
 

@@ -21,9 +21,9 @@ Order = NDArray[np.intp]
 class Change:
     """The difference between a file's tensor and that of `transformers`.
 
-    rows, columns: for each row or input there, which one of the file's it is; None: the same one. of_numbers: makes
-    numbers in float32 of those of the file. shape: makes the shape of that of the file. beside: the name of a tensor
-    whose rows follow those of this one, before `rows` orders all of them.
+    rows, columns: for each row or input in `transformers`, its index in the file; None: the same. of_numbers: converts
+    numbers of the file, in float32. shape: converts the file's shape. beside: the name of a tensor whose rows follow
+    those of this one, before `rows` orders all of them.
     """
 
     rows: Order | None = None
@@ -41,7 +41,7 @@ def none(_: Config, __: str) -> Change:
 
 
 def interleaved(config: Config, part: str) -> Change:
-    """Rows of queries and keys are in the order of llama.cpp's rotary embedding, which turns neighbors."""
+    """Reorders rows of queries and keys, which files have in the order of a rotary embedding of neighbouring pairs."""
     if part not in ("attn_q", "attn_k"):
         return SAME
     heads = config["num_attention_heads"]
@@ -105,7 +105,7 @@ def mamba1(_: Config, part: str) -> Change:
 
 
 def mamba2(_: Config, part: str) -> Change:
-    """Numbers of heads and of groups are matrices in files."""
+    """Changes shapes: vectors with a number for each head or group are matrices in files."""
     match part:
         case "ssm_a":
             return Change(of_numbers=_logarithm, shape=_flat)

@@ -1,4 +1,4 @@
-"""The settings of `transformers` that the metadata of a GGUF file stand for, by the family of the model."""
+"""Converts the metadata of a GGUF file to settings of `transformers`, by the family of the model."""
 
 import math
 from statistics import NormalDist
@@ -47,7 +47,7 @@ def _llama3_rope(given: Metadata, theta: float) -> Config:
 
 
 def check_whole_rotation(given: Metadata, config: Config) -> None:
-    """Raises GgufError for a part of each head's rotation in a family of models that rotates whole heads."""
+    """Raises GgufError if the file rotates a part of each head, in a family whose models rotate whole heads."""
     rope = config["rope_parameters"] or {}
     if any("partial_rotary_factor" in each for each in (rope, *rope.values()) if isinstance(each, dict)):
         return
@@ -214,7 +214,7 @@ def gemma3n(given: Metadata) -> Config:
         "altup_active_idx": given.number("altup.active_idx"),
         "altup_num_inputs": given.number("altup.num_inputs"),
         "laurel_rank": given.file.tensors["blk.0.laurel_l.weight"].shape[0],
-        # Files have the deviation above which so large a share of numbers is not.
+        # Files have a threshold in standard deviations, `transformers` the share of numbers below it.
         "activation_sparsity_pattern": [
             round(normal.cdf(each), 6) for each in given.of_layers("activation_sparsity_scale")
         ],
@@ -237,7 +237,7 @@ def bert(given: Metadata) -> Config:
     return nomic_bert(given) | {"max_position_embeddings": positions, "rope_parameters": None}
 
 
-# The files' names of ways to make one vector of a text's: those of sentence-transformers.
+# The kinds of pooling in files, and their names in sentence-transformers.
 _POOLINGS = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "pooling_mode_lasttoken"}
 _RANK = 4
 

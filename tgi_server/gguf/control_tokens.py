@@ -2,14 +2,14 @@
 
 import re
 
-# Tokens that end a reply, whatever the metadata call them; the same as in llama.cpp, and Command R's.
+# Tokens that end a reply even if the metadata do not say so: those of llama.cpp, and Command R's.
 _ENDS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
     *("<|endoftext|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     *("<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>", "<eos>", "</s>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["),
 }
-# Tokens with which a model that fills in the middle of a text goes on to another file.
+# Tokens after which a fill-in-the-middle model would continue with another file.
 _FILE_ENDS = {
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -22,7 +22,7 @@ END_OF_GENERATION = frozenset(_ENDS | _FILE_ENDS)
 # Tags of HTML are text, unless the file says that they are control tokens.
 _MARKS = (END_OF_GENERATION | _FILE_PARTS | {"<start_of_turn>"}) - {"</s>"}
 _BARS = re.compile("<[|\uff5c][^<>|\uff5c\\s]+[|\uff5c]?>|<[^<>|\uff5c\\s]+[|\uff5c]>")
-# Models that go on after a token which ends the replies of others, by the tokens that tell them.
+# Tokens that do not end replies of some models, although they end those of others; by tokens that identify the models.
 _CONTINUED = (
     ({"<|return|>", "<|call|>"}, {"<|end|>", "<|endoftext|>"}),  # gpt-oss
     ({"<|calls|>", "<|flush|>"}, {"<|end|>"}),  # Solar Open

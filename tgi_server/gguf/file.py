@@ -1,4 +1,4 @@
-"""Reads GGUF files: their metadata, and where each tensor lies. Tensors are mapped, and read when they are needed.
+"""Reads GGUF files: their metadata, and the places of their tensors, which are mapped, and read when they are needed.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -25,9 +25,9 @@ _VERSIONS = (2, 3)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _TEXT, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
-# Bounds of what a header takes in memory; published models have less than a tenth of these.
+# Bounds of the memory for a header; published models need less than a tenth of these.
 _MOST_ENTRIES, _MOST_VALUES = 1 << 17, 1 << 22
-# The least bytes of a pair of metadata, and of what says where a tensor is.
+# Minimum bytes of a metadata entry, and of a tensor's entry.
 _LEAST_PAIR, _LEAST_INFO = 13, 24
 
 Bytes = NDArray[np.uint8]
@@ -45,9 +45,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """A model of one GGUF file or several. metadata: by their names; arrays are lists.
+    """A model of one GGUF file or several. metadata: values by name; arrays are lists.
 
-    fingerprint: the same for files with the same metadata and tensors, whatever their values.
+    fingerprint: equal for files with equal metadata and tensors of equal shapes, whatever the tensors' values.
     """
 
     path: Path
@@ -85,7 +85,7 @@ def read_gguf(path: Path, *, texts: bool = True) -> Gguf:
 
 
 def _check_part(part: Gguf, number: int, count: int) -> None:
-    """Raises GgufError if a file says that it is another part, numbered from 0, than its name tells."""
+    """Raises GgufError if a file's metadata and its name have different part numbers. number: from 0."""
     found, of = part.metadata.get("split.no", number), part.metadata.get("split.count", count)
     # Splitting a small model may leave it in one part, whatever that is called.
     if isinstance(found, int) and isinstance(of, int) and (of > 1 or count > 1) and (found, of) != (number, count):

@@ -66,7 +66,7 @@ def _mamba2(given: Metadata) -> Config:
 
 
 def falcon_h1(given: Metadata) -> Config:
-    """Returns its settings without multipliers, which files have multiplied the weights by."""
+    """Returns its settings without multipliers, since weights in files have been multiplied by these."""
     return _mamba2(given) | {
         "mamba_d_ssm": given.number("ssm.inner_size"),
         "mamba_rms_norm": given.has("blk.0.ssm_norm.weight"),
@@ -122,7 +122,7 @@ def jamba(given: Metadata) -> Config:
 
 
 def _every(given: Metadata, tensor: str) -> tuple[int, int]:
-    """Returns the first layer that has a tensor, and after how many layers the next one has it. Raises GgufError."""
+    """Returns the first layer with a tensor, and the distance between layers with it. Raises GgufError."""
     layers = given.layers_with(tensor)
     first = layers[0] if layers else given.layers - 1
     period = layers[1] - first if len(layers) > 1 else given.layers

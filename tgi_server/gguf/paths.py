@@ -1,4 +1,4 @@
-"""GGUF files by their names: parts of a model, and the file of an adapter. Imports no package, as few need one."""
+"""Finds GGUF files by their names: parts of a model, and the file of an adapter. Imports no other package."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufError(ValueError):
-    """Raised for a file that is damaged, or that is not read; the text says which file, and what to do."""
+    """Raised for a file that is damaged or not supported; the text says which file, and what to do."""
 
 
 def gguf_parts(path: Path) -> list[Path]:

@@ -106,11 +106,11 @@ SPLITS: Mapping[str, Sequence[str]] = {
     "afmoe": _AFMOE,
     "default": _OLDEST,
 }
-# Kinds that compose characters first, as Unicode's NFC does; files have no word about it, and llama.cpp does not.
+# Kinds that first compose characters, as Unicode's NFC does. Files do not say so, and llama.cpp does not compose.
 _COMPOSED = {"qwen2", "qwen35", "command-r", "olmo", "mpt"}
 # Kinds whose tokens are texts, and not bytes as characters; spaces are SentencePiece's.
 _RAW = {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
-# Kinds that take a word which is a token as it is, and those that begin texts with a token by default.
+# Kinds that do not split a word that is a token; and kinds that begin texts with a token by default.
 _WHOLE_WORDS = {
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0", "jina-v5-nano"),
     *("tekken", "glm4", "glm5", "minicpm5", "granite-embed-multi-97m"),
@@ -135,7 +135,7 @@ class Vocabulary:
         kinds = [_type_of(text, kind) for text, kind in zip(self.tokens, kinds, strict=True)]
         self.special = [token_id for token_id, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL)]
         self.user_defined = [token_id for token_id, kind in enumerate(kinds) if kind == _USER_DEFINED]
-        # Phi-3's tokens take the spaces after them along.
+        # Phi-3's special tokens include the spaces after them.
         self.rstrip = self.model == "llama" and file.architecture == "phi3"
         self.embeds = f"{file.architecture}.pooling_type" in file.metadata
 
@@ -223,7 +223,7 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
 
 
 def _ends(words: Vocabulary) -> dict[str, Any] | None:
-    """Returns what adds tokens to texts that are embedded. For others tokenizer_config.json says which are added."""
+    """Returns the post-processor that adds tokens to embedded texts. For others tokenizer_config.json names them."""
     added = {name: words.token(name) for name in ("bos", "eos") if words.embeds and words.get(f"add_{name}_token")}
     marks = {token: words.token_id(name) for name, token in added.items() if token is not None}
     if not marks:
@@ -234,7 +234,7 @@ def _ends(words: Vocabulary) -> dict[str, Any] | None:
 
 
 def _word_pair(words: Vocabulary) -> dict[str, Any]:
-    """Returns what puts the tokens of BERT around texts and pairs of texts."""
+    """Returns the post-processor that puts BERT's tokens around texts and pairs of texts."""
     names = {"[CLS]": ("cls", "bos"), "[SEP]": ("seperator", "eos")}
     ids = {
         mark: next(filter(None, map(words.token_id, keys)), words.tokens.index(mark) if mark in words.tokens else None)

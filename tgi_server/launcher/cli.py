@@ -36,9 +36,9 @@ from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.launcher.weights import check_tokenizer, fetch_further_models, find_adapters, find_model, recognized
 
 PROGRAM = "text-generation-launcher"
-# Variables that TGI's server reads and this one has no use for.
+# Variables that TGI's server reads and this one ignores.
 _NO_EFFECT = frozenset({"ATTENTION", "PREFILL_CHUNKING", "USE_PREFIX_CACHING", "FLASH_DECODING", "PAGED_KV"})
-# Seconds for which lines of the log wait for lines of other processes with an earlier time.
+# Seconds by which log lines are delayed, so that lines of other processes with an earlier time can come first.
 _ORDER_SECONDS = 0.2
 # The default address of a server.
 _EVERYWHERE = "0.0.0.0"
@@ -97,7 +97,7 @@ def main(
 
 
 def launcher_settings(program: str, arguments: Sequence[str]) -> LauncherSettings:
-    """Returns what the launcher serves with some arguments. Raises SystemExit as `read_settings` does."""
+    """Returns the launcher's settings for some arguments. Raises SystemExit as `read_settings` does."""
     settings = read_settings(LauncherSettings, program, arguments)
     if "model_id" not in settings.model_fields_set and not settings.models and (encoder := settings.first_encoder):
         settings = settings.model_copy(update={"model_id": encoder})
@@ -207,7 +207,7 @@ async def _launch_several(
 
 @contextmanager
 def _naming(label: str) -> Iterator[None]:
-    """Has errors say which of several models they are about."""
+    """Adds to errors which of several models they are about."""
     try:
         yield
     except CannotStartError as error:
@@ -215,8 +215,9 @@ def _naming(label: str) -> Iterator[None]:
 
 
 async def _prepared(settings: LauncherSettings, stop: asyncio.Event) -> tuple[LauncherSettings, Path] | None:
-    """Returns the settings for what the model is, and its folder, once all that shards and router read is on this
-    machine; None if `stop` is set before. Raises LauncherError.
+    """Returns settings adapted to the kind of the model, and its folder, once all files are on this machine.
+
+    Returns None if `stop` is set before. Raises LauncherError.
     """
     shards = shard_count(settings)
     check_shards(shards)

@@ -33,7 +33,7 @@ def shared_values(settings: LauncherSettings) -> dict[str, Any]:
 
 @contextmanager
 def settings_file(settings: LauncherSettings) -> Iterator[Path]:
-    """Gives a file of the settings for shards and router, which only this user can read."""
+    """Yields a file with the settings for shards and router, which only this user can read."""
     with _json_file(shared_values(settings)) as file:
         yield file
 
@@ -50,7 +50,7 @@ def _json_file(content: dict[str, Any]) -> Iterator[Path]:
 def models_file(
     models: Sequence[tuple[ModelEntry, list[str]]], memory_bytes: int | None, control: Path
 ) -> Iterator[Path]:
-    """Gives a file that describes several models to the router, which only this user can read.
+    """Yields a file that describes several models to the router, which only this user can read.
 
     models: each with the router's arguments for it. memory_bytes: for all that are awake; None: no limit. control: the
     launcher's Unix socket.
@@ -95,7 +95,7 @@ def _download(
 ) -> Command:
     arguments = ["download-weights", place, merge, f"--logger-level={settings.log_level}"]
     arguments += [f"--revision={revision}"] if revision else []
-    # What is off is said to be off, for a variable that the child inherits may say otherwise.
+    # Flags that are off are passed as off, because a variable that the child inherits may turn them on.
     arguments.append("--json-output" if settings.json_output else "--no-json-output")
     arguments.append("--trust-remote-code" if settings.trust_remote_code else "--no-trust-remote-code")
     return Command("download", _python("tgi_server.shard.cli", arguments), environment)
@@ -127,8 +127,8 @@ def router(
 
 
 def router_arguments(settings: LauncherSettings, file: Path, folder: Path, sockets: list[Path]) -> list[str]:
-    """Returns the arguments by which the router knows a model."""
-    # The model is named, for an inherited MODEL_ID may be another one, which a flag of the launcher overrides.
+    """Returns the router's arguments for a model."""
+    # The model is passed, because an inherited MODEL_ID may name another one than the launcher's flag.
     arguments = [f"--settings-file={file}", f"--model-id={settings.model_id}", f"--tokenizer-name={folder}"]
     return [*arguments, f"--master-shard-uds-path={sockets[0]}"]
 
@@ -151,7 +151,7 @@ def _shard(
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": settings.meeting_address,
         "MASTER_PORT": str(master_port),
-        # An inherited one is meant for `llm-functionalities`: shards on the router's machine have no reason to listen.
+        # An inherited variable is for `llm-functionalities`: shards on the router's machine need not listen.
         "LISTEN_ADDRESS": "",
     }
     name = f"shard-{rank}"

@@ -1,4 +1,4 @@
-"""Facts for a bug report: the machine, and the versions of what is installed. Nothing is imported for it."""
+"""Facts for a bug report: the machine, and the versions of installed packages, none of which is imported."""
 
 import platform
 import subprocess
@@ -79,7 +79,7 @@ def _table(path: Path) -> dict[str, str]:
 
 
 def output_of(*command: str) -> str:
-    """Returns what a program prints; nothing when it is not there or fails."""
+    """Returns the output of a program; an empty text if it is missing or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -12,7 +12,7 @@ from shared.processes import port_name
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
 
-# The command that installs the model server: of a release's files, until the names of an index are this project's.
+# The command that installs the model server from the files of a release, since the package is not on an index.
 INSTALL = "pip install --find-links dist 'oatmill[server]'"
 # Packages of router and shards, which the extra `server` installs.
 _PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "uvloop", "msgspec", "psutil")
@@ -69,7 +69,7 @@ def check_shards(shards: int) -> None:
 def check_port(hostname: str, port: int, flag: str, address_flag: str = "--hostname") -> None:
     """Raises CannotStartError when `hostname` is not of this machine, or the port cannot be listened on.
 
-    flag, address_flag: the flags that the user would change. Port 0 stands for none.
+    flag, address_flag: the flags that the user would change. Port 0 is not checked.
     """
     if port != 0:
         _bind(hostname, port, flag, address_flag)

@@ -25,7 +25,7 @@ _OF_ONE_MODEL = frozenset(
         *("lora_adapters", "speculative_model", "num_shard", "sharded", "master_port"),
     }
 )
-# Settings that an entry does not have: further models are entries, too.
+# Settings that an entry cannot have, since further models are entries of their own.
 _BESIDE: Mapping[str, Any] = {"models": [], "models_memory": None, "embedding_model_id": None, "rerank_model_id": None}
 _SETTINGS = {*RequestSettings.model_fields, *ModelSettings.model_fields, "num_shard"} - {
     *_BESIDE,

@@ -16,7 +16,7 @@ from tgi_server.shard.settings import ModelSettings
 
 
 def _chosen(address: str) -> str:
-    """Refuses to listen everywhere: no key protects shards that listen for other machines."""
+    """Refuses addresses for all interfaces: no key protects shards that listen for other machines."""
     try:
         everywhere = ipaddress.ip_address(address).is_unspecified
     except ValueError:  # a name
@@ -187,7 +187,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Leaves the variable ENV out, which says something else on many machines: `--env` is a flag only.
+        """Ignores the variable ENV, which has other meanings on many machines: `--env` is a flag only.
 
         SageMaker's variables set the variables of TGI that are not set, as in TGI's container for it.
         """

@@ -28,11 +28,11 @@ _CACHES = frozenset({"HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"})
 
 
 async def find_model(settings: LauncherSettings) -> Path:
-    """Returns the model's folder. Fetches from the hub what is not here yet, and converts `.bin` weights.
+    """Returns the model's folder. Fetches missing files from the hub, and converts `.bin` weights.
 
-    Where the model id names Medusa heads, it is the folder of the model that they were made for; where it names a GGUF
-    file, a folder that describes it. Raises
-    ModelMissingError when that cannot be done, and CannotStartError for a local folder without a model.
+    If the model id names Medusa heads, it is the folder of the model that they were made for; if it names a GGUF file,
+    a folder that describes it. Raises ModelMissingError if files cannot be fetched or converted, and CannotStartError
+    for a local folder without a model.
     """
     _check_local(settings.model_id)
     folder = ready_model(settings.model_id, settings.gguf_file, settings.tokenizer_name, settings.huggingface_hub_cache)
@@ -40,7 +40,7 @@ async def find_model(settings: LauncherSettings) -> Path:
 
 
 def recognized(settings: LauncherSettings, folder: Path) -> LauncherSettings:
-    """Returns settings that serve the model as what its files say that it is: one that generates, embeds or ranks.
+    """Returns settings for the kind of the model by its files: a model that generates, embeds or ranks.
 
     Raises CannotStartError if another model is to embed, or to rank, in its place, or if its config.json is damaged.
     """

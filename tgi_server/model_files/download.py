@@ -34,7 +34,7 @@ from tgi_server.model_files.tokenizer_files import PATTERNS, TOKENIZERS, has_tok
 
 logger = logging.getLogger(__name__)
 
-# Files with the same weights in another layout, and files that training has left.
+# Files with the same weights in another format, and files of the training.
 NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "openvino*"]
 
 
@@ -49,8 +49,8 @@ def find_model(
     """Returns the model's folder, without using the network. Raises ModelUnavailable if it is not on this machine.
 
     The folder of an adapter stands for its base model with the adapter merged. For a GGUF file it is a folder that
-    describes it. gguf_file: the name of the one that is meant, where there are several. tokenizer_name: where the
-    tokenizer is that is used in place of the model's; a folder with both is returned.
+    describes it. gguf_file: name of the GGUF file, if there are several. tokenizer_name: folder or id of the hub whose
+    tokenizer replaces the model's; the returned folder has links to both.
     """
     tokenizer = _tokenizer_folder(tokenizer_name, local_files_only=True)
     gguf = _gguf_folder(model_id, revision, gguf_file, tokenizer, local_files_only=True)
@@ -90,7 +90,7 @@ def find_models(
     gguf_file: str | None = None,
     tokenizer_name: str | None = None,
 ) -> tuple[Path, Path | None]:
-    """Returns the folder of the model, and that of what drafts for it, without using the network.
+    """Returns the folder of the model, and that of its draft model or heads, without using the network.
 
     Where `model_id` names Medusa heads, these draft, and the model is the one that they were made for. Raises
     ModelUnavailable.

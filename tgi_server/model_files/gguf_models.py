@@ -21,7 +21,7 @@ from tgi_server.model_files.tokenizer_files import tokenizer_files
 
 logger = logging.getLogger(__name__)
 
-# If it lies in the folder of a GGUF file, the tokenizer there is used in place of the file's.
+# If this file is beside a GGUF file, the tokenizer of that folder replaces the one in the file.
 _TOKENIZER = "tokenizer.json"
 _READER = Path(gguf.__file__).parent
 # How sentence-transformers says that a model embeds texts.
@@ -125,7 +125,7 @@ def known_description(file: Path) -> Path | None:
     try:
         _, _, folder = _description(file, None)
     except (GgufError, OSError):
-        return None  # which `described` explains
+        return None  # `described` raises the error
     return folder if folder.is_dir() else None
 
 

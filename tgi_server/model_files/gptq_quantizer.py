@@ -40,8 +40,8 @@ def quantize_folder(
 ) -> None:
     """Writes the model in a folder to another one, with the linear layers of its decoder layers in GPTQ.
 
-    samples: calibration texts, [tokens] int64 each. What an earlier, interrupted run of the same kind has written is
-    taken over. Raises UnsupportedModel for a model that cannot be quantized, and when the target holds something.
+    samples: calibration texts, [tokens] int64 each. Layers that an interrupted run with the same settings has written
+    are reused. Raises UnsupportedModel for a model that cannot be quantized, and when the target is not empty.
     """
     check_files(source)
     transformers_logging.disable_progress_bar()  # of every single layer's weights
@@ -104,14 +104,14 @@ class _Layers:
         return model.eval().requires_grad_(False)
 
     def name_in_files(self, path: str) -> str:
-        """Returns the path of a layer as the checkpoint has it."""
+        """Returns the path of a layer in the checkpoint."""
         ending = f".{_ending(path)}."
         with open_checkpoint(self._folder) as tensors:
             name = next(f".{name}" for name in tensors if ending in f".{name}")
         return (name.partition(ending)[0] + ending).strip(".")
 
     def inputs(self, samples: Sequence[Tensor]) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
-        """Returns the first layer's input for each sample, and by layer what else it is called with."""
+        """Returns the first layer's input for each sample, and by layer the other arguments of its calls."""
         model = self.load([])
         recorders = [model.get_submodule(path) for path in self.paths]
         for sample in samples:
@@ -119,7 +119,7 @@ class _Layers:
         return recorders[0].inputs, [recorder.arguments for recorder in recorders]
 
     def rest(self) -> dict[str, Tensor]:
-        """Returns the tensors that are of no decoder layer."""
+        """Returns the tensors outside of decoder layers."""
         with open_checkpoint(self._folder) as tensors:
             return {name: tensor[...] for name, tensor in tensors.items() if not self._is_of(name, self.paths)}
 
@@ -133,7 +133,7 @@ def _ending(path: str) -> str:
 
 
 class _LayerRecorder(nn.Module):
-    """Stands in for a decoder layer, remembers what it is called with, and passes its input on."""
+    """Replaces a decoder layer, records the arguments of its calls, and passes its input on."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def _output(result: Any) -> Tensor:
 
 
 def _run(source: Path, samples: Sequence[Tensor], settings: GptqSettings) -> dict[str, Any]:
-    """Returns what a run has to have in common with one that goes on, by what to say of a run that differs in it."""
+    """Returns the facts that must be equal for a run to continue an earlier one, by the words for a difference."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(sample.numpy().tobytes())
@@ -201,7 +201,7 @@ def _run(source: Path, samples: Sequence[Tensor], settings: GptqSettings) -> dic
 
 
 def _prepare(target: Path, partial: Path, run: dict[str, Any]) -> None:
-    """Makes the folder in which a run writes, or goes on in that of an earlier one."""
+    """Creates the folder in which a run writes, or continues in that of an earlier run."""
     if target.exists() and any(target.iterdir()):
         raise UnsupportedModel(f"{target} is not empty; give a folder that does not exist yet")
     partial.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _write(file: Path, tensors: Tensors) -> None:
 
 
 def _finish(source: Path, partial: Path, settings: GptqSettings) -> None:
-    """Adds what makes a folder of the weights: their index, config.json, tokenizer and the like."""
+    """Adds the other files of a model's folder: the index of the weights, config.json, tokenizer and the like."""
     write_index(partial)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS):

@@ -1,6 +1,6 @@
 """Rounds a weight so that a layer's outputs change little: GPTQ (Frantar et al. 2022).
 
-Inputs are rounded one after the other. What each one loses is made up for by those that are still to be rounded, by the
+Inputs are rounded one after the other. The error of each is compensated by those that are not rounded yet, with the
 inverse of the Hessian of the squared error, which is the sum of x x^T over calibration inputs x.
 """
 
@@ -20,9 +20,8 @@ _ROWS_PER_THREAD = 512
 
 @dataclass(frozen=True, slots=True)
 class GptqSettings:
-    """bits: bits of a quantized weight, stored in 4 or 8. group_size: inputs that share a scale; -1: all. damping: what
-    is added to the Hessian's diagonal, as a share of its mean. act_order: round inputs with the largest activations
-    first.
+    """bits: bits of a quantized weight, stored in 4 or 8. group_size: inputs that share a scale; -1: all. damping: is
+    added to the Hessian's diagonal, as a share of its mean. act_order: round inputs with the largest activations first.
     """
 
     bits: int = 4
@@ -39,7 +38,7 @@ class Hessian:
         self._rows = 0
 
     def add(self, x: Tensor) -> None:
-        """x: [..., inputs]."""
+        """Adds calibration inputs x, [..., inputs]."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
         self._sum.addmm_(rows.T, rows)
         self._rows += len(rows)
@@ -69,7 +68,7 @@ def round_weight(weight: Tensor, hessian: Tensor, settings: GptqSettings) -> Qua
 
 
 def _inverse_factors(hessian: Tensor, damping: float) -> Tensor:
-    """Returns the upper Cholesky factor of the inverse, with more damping where rounding errors ask for it."""
+    """Returns the upper Cholesky factor of the inverse, with more damping if rounding errors make it fail."""
     mean = hessian.diagonal().mean()
     while True:
         damped = hessian + torch.eye(len(hessian)) * (damping * mean)
@@ -118,7 +117,7 @@ def _round_columns(weight: Tensor, factors: Tensor, size: int, largest: int) -> 
 
 
 def _range(group: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Returns scales and zeros by which a group's codes reach from its least to its largest weight.
+    """Returns scales and zeros with which a group's codes cover the range from its smallest to its largest weight.
 
     Scales are numbers of 16 bits, and zeros at least 1, because checkpoints store them so.
     """

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base model: a model's folder like any other."""
+"""Merges an adapter into its base model, into a complete model folder."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Quantizes a model for the command line: reads the calibration text, and turns errors into the shard's."""
+"""Quantizes a model for the command line: reads the calibration text, and converts errors to ModelUnavailable."""
 
 import json
 from collections.abc import Iterator

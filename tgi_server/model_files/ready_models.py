@@ -10,7 +10,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 def ready_model(
     model_id: str, gguf_file: str | None = None, tokenizer_name: str | None = None, cache: Path | None = None
 ) -> Path | None:
-    """Returns the folder from which a model is loaded, if it is known at once; None if `find_model` has to look for it.
+    """Returns the folder from which a model is loaded, if a quick look finds it; None if `find_model` must look for it.
 
     That is a complete folder, or one that describes a GGUF file. gguf_file, tokenizer_name: as in `find_model`. cache:
     the hub's cache; None: that of this process.
@@ -24,7 +24,7 @@ def ready_model(
 
 
 def complete_folder(model_id: str) -> Path | None:
-    """Returns the folder when it has all that a shard reads; None when something has to be fetched or converted."""
+    """Returns the folder if it has all files that a shard reads; None if something must be fetched or converted."""
     folder = Path(model_id).expanduser()
     weights = [file for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS]
     return folder if (folder / "config.json").is_file() and weights else None

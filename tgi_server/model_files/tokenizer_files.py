@@ -1,4 +1,4 @@
-"""The files of tokenizers and chat templates; folders of models that have those of another folder."""
+"""Files of tokenizers and chat templates, and model folders that use those of another folder."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,7 @@ from huggingface_hub import constants
 from tgi_server.model_files.copies import TEMPLATES, files_path, storage_hint, unfinished_folder
 from tgi_server.model_files.errors import ModelUnavailable
 
-# A tokenizer has one of these.
+# Every tokenizer has one of these files.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 PATTERNS = (
     *(*TOKENIZERS, "merges.txt", "*.tiktoken", "added_tokens.json", "special_tokens_map.json"),

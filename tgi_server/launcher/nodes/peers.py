@@ -10,9 +10,9 @@ import grpc
 from shared.stubs.generate_pb2 import LauncherMessage
 from tgi_server.launcher.errors import ProcessEndedError
 
-# A peer that does not acknowledge a ping for so long is lost: its power may have failed, or the network.
+# A peer that does not acknowledge a ping within this time is lost: its power or the network may have failed.
 PING_SECONDS, SILENCE_SECONDS = 1.0, 4.0
-# Seconds in which what was sent last still arrives.
+# Seconds within which the last messages still arrive.
 CLOSE_SECONDS = 1.0
 OPTIONS = (
     ("grpc.keepalive_time_ms", int(PING_SECONDS * 1000)),
@@ -42,7 +42,7 @@ class Link:
         self._outgoing: asyncio.Queue[LauncherMessage | None] = asyncio.Queue()
 
     async def outgoing(self) -> AsyncIterator[LauncherMessage]:
-        """Yields what is sent, until the link is closed."""
+        """Yields the messages to send, until the link is closed."""
         while (message := await self._outgoing.get()) is not None:
             yield message
 
@@ -61,7 +61,7 @@ class Link:
         raise NodeLost(f"lost the connection to {self.name}")
 
     def close(self) -> None:
-        """Ends what is sent."""
+        """Ends the stream of messages to the other end."""
         self._outgoing.put_nowait(None)
 
 
@@ -87,7 +87,7 @@ class Peers:
         self._listeners = [asyncio.create_task(self._listen(link)) for link in links]
 
     def on_stop(self, action: Callable[[], None]) -> None:
-        """Sets what is called when another node passes on that the server is to stop."""
+        """Sets the function that is called when another node reports that the server is to stop."""
         self._on_stop = action
 
     def send_stop(self) -> None:

@@ -31,9 +31,9 @@ JOIN_SECONDS = 5.0
 
 
 async def rendezvous(settings: LauncherSettings, shards: int) -> Peers:
-    """Returns the other machines' launchers once all are there, however long that takes. shards: on this machine.
+    """Returns the other machines' launchers once all have joined; waits without limit. shards: number on this machine.
 
-    Raises CannotStartError when this machine does not fit the others.
+    Raises CannotStartError when the settings of this machine do not fit the others.
     """
     if settings.node_rank == 0:
         return await Rendezvous(settings, shards).wait()
@@ -144,13 +144,13 @@ def _authority(settings: LauncherSettings) -> str:
 
 
 def _host(peer: str) -> str:
-    """Returns the address in what gRPC says of a peer, such as `ipv4:10.0.0.2:5000`."""
+    """Returns the address in gRPC's name of a peer, such as `ipv4:10.0.0.2:5000`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 @asynccontextmanager
 async def _log_waiting(waited_for: Callable[[], str]) -> AsyncIterator[None]:
-    """Logs now and then what is waited for."""
+    """Logs at intervals what is waited for."""
     start = time.monotonic()
 
     async def report() -> None:

@@ -17,7 +17,7 @@ from shared.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a dead child's last lines are waited for.
+# Seconds to wait for the last lines of a child that has ended.
 OUTPUT_SECONDS = 1.0
 # Exit code of a shard whose device or peers are lost (EX_SOFTWARE of sysexits.h).
 LOST_PEER_STATUS = 70
@@ -73,7 +73,7 @@ class Child:
         return cls(command, process, read_end)
 
     async def stop(self, grace: float) -> None:
-        """Asks the process to end, and kills it when it has not done so after `grace` seconds."""
+        """Ends the process by a signal, and kills it if it has not ended after `grace` seconds."""
         if not self.ended.done():
             with contextlib.suppress(ProcessLookupError):  # it has just ended, and its output is still read
                 self._process.terminate()
@@ -82,7 +82,7 @@ class Child:
         await self.ended
 
     def kill(self) -> None:
-        """Ends the process at once, with all that it has started."""
+        """Kills the process, with all processes that it has started."""
         if not self.ended.done():
             self._kill_group()
 
@@ -95,7 +95,7 @@ class Child:
         return f"{self.name} {how}: {self.log.last_error}" if self.log.last_error else f"{self.name} {how}"
 
     def cause_rank(self) -> tuple[int, float]:
-        """Returns a key by which deaths of one moment are ordered: the least is the likeliest cause of the others.
+        """Returns a sort key for processes that died at the same time; the smallest is the likeliest cause of others.
 
         A shard that loses a peer ends with LOST_PEER_STATUS, or is aborted by NCCL. It may do so before the peer that
         was killed has ended as a process.

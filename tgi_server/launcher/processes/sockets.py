@@ -17,7 +17,7 @@ MAX_PATH = 107
 
 @contextmanager
 def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path]]:
-    """Gives the paths PATH-0, PATH-1, ... of the sockets of these ranks, and removes the sockets in the end.
+    """Yields the paths PATH-0, PATH-1, ... of the sockets of these ranks, and removes the sockets in the end.
 
     Without a path they are in a folder of their own, which no other server and no other user has.
     Raises CannotStartError when another process listens on one of them.
@@ -56,7 +56,7 @@ def is_listening(path: Path) -> bool:
 
 
 def _make_way(path: Path) -> None:
-    """Removes a socket that a dead process left. Raises CannotStartError when the path cannot be used."""
+    """Removes the socket of a process that has ended. Raises CannotStartError when the path cannot be used."""
     if len(str(grammar_socket(path)).encode()) > MAX_PATH:
         raise CannotStartError(
             f"--shard-uds-path: {grammar_socket(path)} is longer than the {MAX_PATH} bytes of a socket's path; "

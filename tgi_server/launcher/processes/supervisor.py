@@ -25,8 +25,8 @@ REPORT_SECONDS = 10
 ABORT_SECONDS = 3.0
 # Seconds that processes have to end once one of them has died: enough for error responses to clients.
 FAILURE_SECONDS = 3.0
-# After a death, seconds in which others of the same moment are waited for; more, when the first to die may only have
-# lost a peer.
+# Seconds to wait, after a process has died, for others that die at the same time; the second number is for a process
+# that may have ended only because it lost a peer.
 SETTLE_SECONDS = 0.2
 LOST_PEER_SECONDS = 1.5
 # Seconds that shards have for ending once the router has ended.
@@ -144,7 +144,7 @@ class Supervisor:
         return self._peers is not None and self._peers.failure.done()
 
     async def _ready(self) -> None:
-        """Returns when the router says that it serves. Logs now and then what is waited for.
+        """Returns when the router reports that it serves. Logs at intervals what is waited for.
 
         An answer on its port may be from another server, which had the port first.
         """
@@ -177,7 +177,7 @@ class Supervisor:
         await self._stopping.wait()
 
     async def _stop(self, grace: float, failure: str | None) -> None:
-        """Ends the router, then the shards. failure: what died, for the other nodes; None: nothing did."""
+        """Ends the router, then the shards. failure: the reason for the other nodes; None: no process has died."""
         if self._peers is not None and failure is not None:
             self._peers.send_failed(failure)
         shards = self._children[: len(self._shards)]
@@ -209,10 +209,10 @@ async def first_dead(children: Sequence[Child], is_explained: Callable[[], bool]
 
 
 class LoadingBar:
-    """A bar on the last line of a terminal; on anything else, nothing.
+    """A progress bar on the last line of a terminal; shows nothing on other outputs.
 
-    The cursor stays at the line's beginning, so that a line of the log takes the bar's place: it is longer. The bar is
-    shown again and again, for the line below.
+    The cursor stays at the line's beginning, so a log line, which is longer, overwrites the bar. The bar is redrawn at
+    intervals, on the line below.
     """
 
     def __init__(self, output: TextIO) -> None:
