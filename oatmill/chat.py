@@ -95,7 +95,7 @@ def _print_answer(pieces: Iterator[Message]) -> str:
 
 
 def _hints(client: httpx2.Client) -> str:
-    """Returns what to know before the first question, once the server has loaded its model. Raises NotAnswered."""
+    """Returns hints to show before the first question, once the server has loaded its model. Raises NotAnswered."""
     with contextlib.suppress(Refused), opened(client, "GET", "/info") as response:  # which other servers do not have
         if demo_model.NAME in response.read().decode(errors="replace"):
             return f"{_HINT}\n{_DEMO_HINT}"

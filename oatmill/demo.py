@@ -44,11 +44,11 @@ T = TypeVar("T")
 
 
 class DemoError(Exception):
-    """Something did not work; `str()` of it says what."""
+    """Raised when something did not work, with the reason."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 when every call was answered as it should be, 1 otherwise."""
+    """Runs the demo. Returns 0 if every call got the expected answer, 1 otherwise."""
     description = "Starts both services on free ports, makes gRPC calls, and stops them."
     argparse.ArgumentParser(prog="oatmill demo", description=description).parse_args(arguments)
     interrupt_on_signals()
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _services(logs: Path) -> Iterator[tuple[list[RunningService], str, llm_pb2_grpc.LLMRunnerStub]]:
-    """Runs both services. Gives them, the model server's URL, and a channel to the gRPC service that serves."""
+    """Runs both services. Yields them, the model server's URL, and a stub of the gRPC service once it serves."""
     http_port, grpc_port = free_ports(2)
     url = f"http://127.0.0.1:{http_port}"
     services: list[RunningService] = []
@@ -158,7 +158,7 @@ def wait_until(
 ) -> float:
     """Returns the seconds until `condition` holds.
 
-    progress: returns how far the services are. Raises DemoError when a service ends, or nothing changes for too long.
+    progress: returns the progress as text. Raises DemoError when a service ends, or nothing changes for too long.
     """
     start = changed = time.monotonic()
     report = start + PROGRESS_SECONDS

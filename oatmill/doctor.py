@@ -1,4 +1,4 @@
-"""`oatmill doctor`: what works on this machine, what does not, and what to do about it."""
+"""`oatmill doctor`: prints what works on this machine, what does not, and what to do about it."""
 
 import argparse
 import importlib.util

@@ -35,7 +35,7 @@ async def ask(service: Service, path: str, body: bytes) -> bytes:
 
 
 async def stream(service: Service, path: str, body: bytes, take: Callable[[bytes], None]) -> None:
-    """Gives the server-sent events of the response to `take`, as they come. Raises RouterError."""
+    """Passes the server-sent events of the response to `take`, as they come. Raises RouterError."""
 
     async def send(message: Message) -> None:
         if data := message.get("body"):

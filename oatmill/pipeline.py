@@ -35,7 +35,7 @@ class Pipeline:
     _service: "Service"
 
     def __init__(self, settings: LauncherSettings) -> None:
-        """Returns once the model can answer. Raises the error of whatever cannot be loaded."""
+        """Loads the model, and returns once it can answer. Raises the error of loading."""
         self._ready: Future[None] = Future()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(settings,), name="oatmill", daemon=True)
@@ -55,7 +55,7 @@ class Pipeline:
         return await ask(self._service, path, body)
 
     async def stream(self, path: str, body: bytes, take: Callable[[bytes], None]) -> None:
-        """Gives the server-sent events of the response to `take`, as they come. Raises RouterError."""
+        """Passes the server-sent events of the response to `take`, as they come. Raises RouterError."""
         from oatmill.local_requests import stream
 
         await stream(self._service, path, body, take)
@@ -68,7 +68,7 @@ class Pipeline:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Ends what runs, and frees the model's memory. Later calls do nothing."""
+        """Ends running requests, and frees the model's memory. Later calls do nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -151,7 +151,7 @@ def _only(settings: type[PipelineSettings] | type[ShardSettings], values: dict[s
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Keeps the garbage collector from walking what imports leave, a tenth of their time."""
+    """Disables the garbage collector during imports, of whose time it takes a tenth."""
     enabled = gc.isenabled()
     gc.disable()
     try:

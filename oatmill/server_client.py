@@ -1,4 +1,4 @@
-"""A client of a server, for commands: where it is, its key, and what to do if it does not answer."""
+"""A client of a server, for commands: its URL, its key, and advice if it does not answer."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def _base_url(given: str) -> str:
 def opened(
     client: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None
 ) -> Iterator[httpx2.Response]:
-    """Gives the response to a request, once the server has loaded its model. Raises NotAnswered."""
+    """Yields the response to a request, once the server has loaded its model. Raises NotAnswered."""
     shown = ""
     try:
         while True:
@@ -71,7 +71,7 @@ def opened(
 
 
 def refusal(status: int, body: str) -> str:
-    """Returns what the server says in a response with an error, and what to do."""
+    """Returns the message of an error response, and advice."""
     try:
         error = json.loads(body)["error"]
         message = error if isinstance(error, str) else error["message"]

@@ -29,7 +29,7 @@ class RunningService:
         output: IO[str] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """output: where its lines go; None: to the terminal. environment: further variables."""
+        """Starts the service. output: gets its lines; None: the terminal. environment: further variables."""
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -46,7 +46,7 @@ class RunningService:
         return self._process.poll()
 
     def stop(self) -> int:
-        """Asks the service to end and waits for that. Returns the exit code."""
+        """Ends the service by a signal, and waits for its end. Returns the exit code."""
         if self.exit_code() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -84,7 +84,7 @@ def is_ready(url: str) -> bool:
 
 
 def loading_progress(url: str) -> str:
-    """Returns how far the model server is, in its own words; nothing before it listens and once it is ready."""
+    """Returns the loading progress that the model server reports; empty before it listens and once it is ready."""
     status, text = _health(url)
     found = re.search(r"\d+ %: [a-z ]+", text) if status == httpx2.codes.SERVICE_UNAVAILABLE else None
     return found[0] if found else ""

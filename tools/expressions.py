@@ -30,7 +30,7 @@ ACCEPTED = {
 _MODULES = ("re", "regex")
 _FUNCTIONS = ("compile", "search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
 _ANCHORED = frozenset({"match", "fullmatch"})
-# Repetitions that are followed out; of more, the cost is bounded all the same.
+# Maximum number of repetitions that are unrolled; the cost of more is bounded as well.
 _MOST_COPIES = 3
 _REPEATS = (kinds.MAX_REPEAT, kinds.MIN_REPEAT, kinds.POSSESSIVE_REPEAT)
 _SAMPLES = "".join(map(chr, range(128))) + "\x85\xa0éß\u0660\u2028\u4e2d\ue000\U0001f600\U000f0000"
@@ -72,7 +72,7 @@ class Automaton:
             self.follows[start] |= {start, *part.first}
 
     def is_linear(self) -> bool:
-        """Returns True unless it can read a text in two ways that go on side by side."""
+        """Returns True unless it can read a text in two ways that continue in parallel."""
         if self.doubled:
             return False
         reached = [self._reached(state) for state in range(len(self.reads))]

@@ -1,4 +1,4 @@
-"""A table of what a request may have, made from the models of its body: what is read, ignored, refused or left out."""
+"""Makes a table of the members of a request from the models of its body: read, ignored, refused or left out."""
 
 from collections.abc import Iterable, Iterator
 
@@ -44,7 +44,7 @@ def _rows(
 
 
 def known_types(model: type[RequestModel]) -> frozenset[str] | None:
-    """Returns the types of objects that a model was written for; None: it has no field that tells them apart."""
+    """Returns the values of a model's `type`, `role` or `mode`, or the types that it leaves out; None: it has none."""
     if issubclass(model, LeftOut):
         return model.known
     for name in ("type", "role", "mode"):

@@ -59,7 +59,7 @@ What is left out is named in the header `x-ignored-fields`; with `--strict-field
 
 
 def members_page() -> str:
-    """Returns the page of what requests may have beside generation options."""
+    """Returns the page of the members of requests other than generation options."""
     parts = [_MEMBERS_HEAD]
     for dialect, (model, routes) in _BODIES.items():
         if dialect not in (Dialect.TGI, Dialect.OLLAMA):  # whose options are in an object
@@ -167,7 +167,7 @@ _TYPES = {
 
 
 def _default(row: OptionRow) -> str:
-    """Returns the default as a value, or in words where the value is one that only the contract has."""
+    """Returns the default as a value, or in words if the contract's value means nothing to a client."""
     if row.rules.default is not None:
         return f"`{row.rules.default}`"
     if isinstance(row.default, bool):
@@ -251,7 +251,7 @@ for `max_new_tokens`. [All names, bounds and defaults](reference/options.md).
 
 
 def compatibility_page() -> str:
-    """Returns the page on which a user of another server sees what works."""
+    """Returns the page that shows users of other servers which of their features work."""
     groups: dict[tuple[str, ...], list[str]] = {}
     found = {dialect: {row.option: row for row in rows(dialect)} for dialect in Dialect}
     for option in dict.fromkeys(option for dialect in Dialect for option in found[dialect]):

@@ -1,4 +1,4 @@
-"""`make site`: lays the documents out for mkdocs, in the folders that they have, so that their links stay right."""
+"""`make site`: arranges the documents for mkdocs in their own folders, so that links stay right."""
 
 import shutil
 import subprocess

@@ -42,7 +42,7 @@ def generate(target: Path) -> None:
 
 
 def stale(committed: Path, fresh: Path) -> list[str]:
-    """Names of the stubs that differ between the two folders, or stand in one only."""
+    """Returns the names of the stubs that differ between the two folders, or are in only one of them."""
     names = {path.name for folder in (committed, fresh) for path in folder.glob("*.py*") if path.is_file()}
     _, mismatch, errors = filecmp.cmpfiles(committed, fresh, sorted(names), shallow=False)
     return sorted(mismatch + errors)

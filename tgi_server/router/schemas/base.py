@@ -78,7 +78,7 @@ def _bounded(row: OptionRow, number: type) -> Any:
 
 
 def _type(row: OptionRow, dialect: Dialect) -> Any:
-    """Returns the type that the fields of an option have in a request; null leaves it out."""
+    """Returns the type of an option's fields in a request; null means that the field is omitted."""
     if row.type in (int, float):
         return _bounded(row, row.type) | None
     if row.type == int | None:

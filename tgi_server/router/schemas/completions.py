@@ -23,7 +23,7 @@ def _several(prompt: Any) -> Any:
 
 
 def _shaped(prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:
-    """Returns the prompts, or refuses them in words of its own: the words of a union mean nothing to a client."""
+    """Returns the prompts, or refuses them with a message of its own, since that of a union tells a client nothing."""
     several = _several(prompt)
     if isinstance(several, list) and [] in several:
         raise PydanticCustomError("prompt", "must have at least one token in each list")

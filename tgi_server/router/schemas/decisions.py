@@ -56,7 +56,7 @@ class _Question(RequestModel):
 
 
 class PredicateQuestion(_Question):
-    """Is a statement about the input true?"""
+    """A question if a statement about the input is true."""
 
     type: Literal["predicate"]
 

@@ -26,10 +26,8 @@ _OTHER_FORMS: Mapping[str, tuple[Any, ...]] = {
 
 @takes_options(Dialect.TGI)
 class GenerateParameters(RefusingModel):
-    """TGI's parameters.
-
-    Not TGI's are `min_p`, `presence_penalty`, `logit_bias`, `ignore_eos`, `cache_salt`, `min_tokens`, `stop_token_ids`
-    and `skip_special_tokens`.
+    """TGI's parameters, and further options that this server has in all of its interfaces, such as `min_p`,
+    `logit_bias`, `min_tokens` and `timeout_ms`.
     """
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = _OTHER_FORMS

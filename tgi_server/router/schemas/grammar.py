@@ -49,7 +49,7 @@ class LarkGrammar(RequestModel):
 
 
 class PlainText(RequestModel):
-    """OpenAI's way of asking for no form at all."""
+    """OpenAI's way to request text of any form."""
 
     type: Literal["text"]
 

@@ -264,7 +264,7 @@ class MessageStop(ResponseModel, kw_only=True):
 
 
 class Ping(ResponseModel, kw_only=True):
-    """A sign of life: after the start of a message, and while nothing else is sent."""
+    """An event that keeps the connection open: after the start of a message, and while nothing else is sent."""
 
     type: Literal["ping"] = "ping"
 
@@ -275,7 +275,7 @@ class CountedTokens(ResponseModel, kw_only=True):
 
 
 class AnthropicError(ResponseModel, kw_only=True):
-    """`details`: by which a client can tell what to leave out."""
+    """`details`: shows a client which field to leave out."""
 
     type: str
     message: str

@@ -14,7 +14,7 @@ from tgi_server.router.schemas.encoding import MOST_TEXTS
 from tgi_server.router.schemas.validation import BY_TYPE
 
 _MOST_LOGPROBS = 20
-# Of the model and its memory, which are the server's affair; and of context shifts and mirostat, which it has not.
+# Options of the model and its memory, which the server's settings decide; of context shifts; and of mirostat.
 _LOADING = frozenset(
     {
         *("num_ctx", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "use_mmap", "use_mlock", "numa"),
@@ -26,7 +26,7 @@ _LOADING = frozenset(
 
 @takes_options(Dialect.OLLAMA)
 class OllamaOptions(RefusingModel):
-    """The server decides about the model's context and memory."""
+    """Options of a request. The server's settings decide about the model's context and memory."""
 
     harmless: ClassVar[frozenset[str]] = _LOADING
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -41,7 +41,7 @@ _NO_OPTIONS = OllamaOptions()
 
 
 class OllamaModelRequest(RefusingModel):
-    """`keep_alive` has no effect: the model stays loaded for as long as the server runs."""
+    """`keep_alive` has no effect: the server's settings decide if a model is put to sleep, and when."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
 

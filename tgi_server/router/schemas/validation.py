@@ -228,12 +228,12 @@ def _members(model: type[RequestModel]) -> _Members:
 
 
 def _nearest(name: str, names: Sequence[str]) -> Sequence[str]:
-    """Returns the name that is most like another one, if any is like it."""
+    """Returns the most similar one of some names, as a list; an empty list if none is similar."""
     return get_close_matches(name, names, 1, cutoff=0.75)
 
 
 def _refusal(error: ValidationError) -> InvalidRequest:
-    """Returns what is wrong with a request's JSON, in one line. Of what the client sent it repeats numbers only."""
+    """Returns the error of a request's JSON, in one line. Of the client's values it repeats only numbers."""
     faults: dict[str, None] = {}
     first = None
     for detail in error.errors(include_url=False):
