@@ -105,7 +105,7 @@ def _within(linears: Mapping[str, PackedLinear], name: str) -> list[PackedLinear
 def _inputs(
     decoder: nn.Module, spec: DecoderSpec, others: Mapping[str, PackedLinear], linear: LinearFactory
 ) -> DecoderInputs | None:
-    """Returns what makes the further inputs of layers, if there are such."""
+    """Returns the modules for further inputs of layers; None if layers have none."""
     if spec.inputs is None:
         return None
     own = spec.inputs
@@ -115,7 +115,7 @@ def _inputs(
 
 
 def decoder_of(model: Any) -> Any:
-    """Returns the decoder of a model of `transformers`; Llama 4's causal model takes itself for it."""
+    """Returns the decoder of a model of `transformers`; Llama 4's causal model names itself as its decoder."""
     decoder = model.get_decoder()
     return decoder.model if decoder is model else decoder
 
@@ -139,7 +139,7 @@ def _embedding(
 ) -> nn.Embedding | QuantizedEmbedding | VocabParallelEmbedding:
     """Returns an embedding without the scaling that some embeddings of `transformers` apply.
 
-    head, new_head: the model's head, and what has replaced it, which a quantised embedding may be in.
+    head, new_head: the model's head and its replacement, with which a quantised embedding may share its weight.
     """
     if isinstance(module, VocabParallelEmbedding):
         own = _embedding(module.inner, head, new_head, linear)

@@ -36,7 +36,7 @@ _TWO = ("attention_norm", "feed_forward_norm")
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """The two products of a layer that have its norms inside. most: rows. attention, feed_forward: their norms."""
+    """The products of a layer that are fused with its norms. most: maximum rows. attention, feed_forward: the norms."""
 
     most: int
     attention: Any
@@ -60,7 +60,7 @@ class CudaModel(ReferenceModel):
         self._latent_norms = self._proved_latents()
 
     def _proved_mixtures(self) -> dict[int, MixtureKernels]:
-        """Returns how layers compute their mixtures, by their indices; of those with kernels for what is around it."""
+        """Returns the kernels of mixtures by layer, for those layers whose routing kernels are right."""
         device, dtype = self.attention.device, self.attention.dtype
         mixed = [layer for layer in self.decoder.layers if layer.mixture is not None]
         if not mixed:
@@ -76,7 +76,7 @@ class CudaModel(ReferenceModel):
         return {index: kernels for index, kernels in found.items() if kernels is not None}
 
     def _proved_latents(self) -> dict[int, tuple[Any, Any]]:
-        """Returns the norms of layers with latents, by their indices; of those whose inputs have a kernel."""
+        """Returns the norms of layers with latents by layer, for those layers whose kernel is right."""
         norms = {layer.index: norms for layer in self.decoder.layers if (norms := latent_norms(layer)) is not None}
         if not norms or not isinstance(self.attention, LatentAttention):
             return {}
@@ -213,7 +213,7 @@ class CudaModel(ReferenceModel):
 
 
 def _scaling(rope: RotaryTable, device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns what a rope's cosines and sines are multiplied by; None if the kernel does not compute what it does."""
+    """Returns the factor of a rope's cosines and sines; None if the kernel's results differ from the rope's."""
     frequencies = rope.frequencies()
     if "rotary" not in variants() or frequencies is None or frequencies.dtype is not torch.float32:
         return None
@@ -252,7 +252,7 @@ def _rounds(layer: DecoderLayer) -> bool:
 
 
 def _few_rows(layer: DecoderLayer) -> FewRows | None:
-    """Returns what a layer, one of `_of_two_norms`, computes few rows with; None if it has no such products."""
+    """Returns the fused products for few rows of a layer, one of `_of_two_norms`; None if it has none."""
     linears, norms = layer.linears, layer.norms
     most = min(linears[name].few_rows for name in ("qkv", "up"))
     if not most:

@@ -34,9 +34,10 @@ def resolve_dtype(
 ) -> torch.dtype:
     """Returns the dtype to compute in.
 
-    With the engine's CPU kernels that is the checkpoint's own, except that a float16 checkpoint runs in bfloat16 where
-    the CPU multiplies that natively. Without them, 16-bit checkpoints run in float32 on other CPUs, and asking for
-    float16 by name is refused rather than silently slow. On GPUs without bfloat16, checkpoints in it run in float16.
+    On CPUs that multiply bfloat16 natively, all checkpoints but float32 run in bfloat16. On others they run in their own
+    dtype with the engine's kernels, and in float32 without. GPUs without bfloat16 use float16 in its place. dtypes
+    that only store weights, such as FP8, count as bfloat16. Raises UnsupportedModel for a requested float16 on a CPU
+    without the kernels, where it would be slow.
     """
     on_cpu = device.type == "cpu"
     kernels = on_cpu and custom_kernels and load_kernels()

@@ -1,6 +1,6 @@
-"""The forward pass of `transformers` with its own attention: its logits of a short text, and how its layers attend.
+"""The forward pass of `transformers` with its own attention: its logits of a short text, and its attention variants.
 
-By these every other way to compute a model is judged.
+All other ways to compute a model are compared with these.
 """
 
 import sys
@@ -43,7 +43,7 @@ class OwnPass:
 
 
 def own_pass(model: PreTrainedModel) -> OwnPass:
-    """Computes a text with the model's own attention, and notes how it is called."""
+    """Computes a text with the model's own attention, and notes the arguments of its calls."""
     choose_attention(model)
     with _calls_noted(model) as variants:
         return OwnPass(own_logits(model), variants)
@@ -65,7 +65,7 @@ def choose_attention(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _calls_noted(model: PreTrainedModel) -> Iterator[dict[int, AttentionVariant]]:
-    """Notes what attention modules say when they call the attention function, by their layer."""
+    """Yields the attention variants that modules pass to the attention function, by their layer."""
     name = model.config.get_text_config(decoder=True)._attn_implementation
     own, known = ALL_ATTENTION_FUNCTIONS.get(name), dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
     variants: dict[int, AttentionVariant] = {}
@@ -111,7 +111,7 @@ def _own_biases(model: nn.Module) -> Iterator[None]:
 def window_objection(
     model: PreTrainedModel, variants: Mapping[int, AttentionVariant], spec: DecoderSpec | None = None
 ) -> str | None:
-    """Returns why layers do not attend as the configuration says; None if they do.
+    """Returns the reason why layers do not attend as the configuration says; None if they do.
 
     spec: the model's spec. A window that it gives a layer is taken as right, since the layer itself does not report it.
     """
@@ -130,7 +130,7 @@ def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
 def windows_of(model: PreTrainedModel) -> dict[int, tuple[int, int] | None]:
     """Returns the window and the chunk of each layer with keys by the model's configuration; None: another kind.
 
-    A probe is too short to show them, so what a layer says of itself is compared with this.
+    A probe is too short to show them, so the variants that layers report are compared with this.
     """
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     chunked = {index for index, kind in enumerate(types) if kind == "chunked_attention"}
@@ -152,7 +152,7 @@ def _window(layer: Any, *, chunked: bool) -> tuple[int, int] | None:
 
 
 def _shared(model: PreTrainedModel) -> dict[int, int]:
-    """Returns the layers without keys of their own by the configuration, each with one that attends as it does."""
+    """Returns the layers that have no keys of their own by the configuration, each with the first layer of its type."""
     config = model.config.get_text_config(decoder=True)
     modes = getattr(config, "kv_sharing_modes", ())
     return {

@@ -1,7 +1,7 @@
 """Finds out, at load, if `transformers`' own forward pass is right on the paged KV cache.
 
-Every key and value is caught on the way. A model that silently ignores a registered attention function shows no calls;
-one whose attention does more than the paged path supports, or reads other sequences, has other logits.
+A recording attention function gets every key and value. A model that silently ignores it makes no calls; one whose
+attention does more than the paged path supports, or reads other sequences, has other logits.
 """
 
 from torch import Tensor
@@ -20,7 +20,7 @@ _BLOCKS = 3
 
 
 class _Recorder(GatherAttention):
-    """Makes room for a layer when its first keys come, and remembers their shapes and how each layer attends."""
+    """Allocates the cache of a layer at its first keys, and records their shapes and the layers' attention variants."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype)
@@ -54,7 +54,7 @@ class _Recorder(GatherAttention):
 
     @property
     def kv_shape(self) -> KVShape:
-        """The shape of the keys that have come, for all layers up to the last one that attends."""
+        """The shape of the recorded keys, for all layers up to the last one that attends."""
         layers = 1 + max(self.variants)
         heads, sizes = [0] * layers, [0] * layers
         for layer, keys in self._keys.items():
@@ -64,10 +64,10 @@ class _Recorder(GatherAttention):
 
 
 def probe_paged_path(model: PreTrainedModel, group: ShardGroup | None = None) -> tuple[GenericModel, LogitsProbe] | str:
-    """Returns the model on the paged path and what it computes there; or why it cannot take that, in words.
+    """Returns the model on the paged path and its logits there, or the reason why it cannot take that path.
 
-    group: the shards of the model, when this is one of them. Leaves the model with paged attention when it can take the
-    paged path, else with its own.
+    group: the shards of the model; None for a single shard. The model keeps paged attention if it can take the paged
+    path, and its own otherwise.
     """
     if model.config.is_encoder_decoder:
         return "it has an encoder"
@@ -97,7 +97,7 @@ def probe_paged_path(model: PreTrainedModel, group: ShardGroup | None = None) ->
 
 
 def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, actual: Tensor) -> str | None:
-    """Returns why the paged path is wrong for the model; None when it is right."""
+    """Returns the reason why the paged path is wrong for the model; None if it is right."""
     windows, cached = windows_of(model), recorder.cached_layers
     attended, written = recorder.attended, recorder.written
     if not windows or attended != 2 * len(windows) or written != 2 * cached:

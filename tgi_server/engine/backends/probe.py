@@ -1,10 +1,10 @@
 """Compares, at load, the logits of a model that is computed in different ways.
 
-A model computes two packed prompts and a decode step; for longer texts a prompt in two chunks, too. By the logits of
-`transformers` with its own attention a spec in plain torch is judged, which then judges models with kernels.
+A model computes two packed prompts and a decode step; for longer texts a prompt in two chunks, too. A spec in plain
+torch is compared with `transformers` and its own attention, and models with kernels are compared with the spec.
 
-If a model is split, all shards do this together, each with its slices. This cannot show if the slices are the right
-ones: the plan of the architecture decides that.
+If a model is split, all shards do this together, each with its slices. This cannot show if the slices themselves are
+right: they follow from the plan of the architecture.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ from tgi_server.engine.backends.own_pass import LONG, SHORT, probe_tokens
 from tgi_server.engine.backends.reference import ReferenceModel
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
 
-# Tokens of the text on which a backend is proved: several blocks, and several parts for whoever cuts keys into parts.
+# Tokens of the text with which a backend is proved: several blocks, and several parts with split-KV attention.
 _LONG_RUN = 300
-# Where rounding alone changes the logits by more than their tolerance, that is the tolerance, up to this.
+# Maximum tolerance, for models whose logits change by more than the usual one through rounding alone.
 _MOST_NOISE = 0.3
 
 
@@ -59,7 +59,7 @@ class LogitsProbe:
         self._noise: float | None = None
 
     def fault(self, model: PagedModel, name: str, rounding: float = 0.0) -> str | None:
-        """Checks how a model computes at present. Returns why it must not compute so; None if it may.
+        """Checks the current configuration of a model. Returns the reason not to use it; None if it is right.
 
         Reallocates the model's KV blocks. All shards get the same result. name: the method that is checked, for
         messages. rounding: further difference of the logits that is allowed, as a share of their norm.
@@ -162,7 +162,7 @@ def long_logits(model: PagedModel, length: int) -> Tensor:
 
 
 def _allocate_states(model: PagedModel) -> None:
-    """Gives the two texts of a run slots 1 and 2, without anything in them."""
+    """Allocates empty slots 1 and 2 for the two texts of a run."""
     if model.states is not None:
         model.states.allocate(3)
 

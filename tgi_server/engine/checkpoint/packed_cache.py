@@ -1,4 +1,4 @@
-"""Stores models as they are packed for this machine's CPU, so that the next start neither converts nor proves them.
+"""Stores models packed for this machine's CPU, so that the next start need not convert and prove them again.
 
 A file is what `torch.save` writes: an archive with a checksum of each part. Its name has two digests: of the settings,
 and of what else its content depends on, which is the model's files, this package, its kernels and its libraries.
@@ -42,14 +42,14 @@ from tgi_server.engine.parallel import ShardGroup
 
 logger = logging.getLogger(__name__)
 
-# The folder within the one that the settings name, and the names of files in it. Nothing else is ever deleted.
+# The folder within the one of the settings, and the pattern of file names in it. No other file is ever deleted.
 _FOLDER = "oatmill-packed-weights"
 _FINISHED = re.compile(r"(?P<model>.+-[0-9a-f]{16})-[0-9a-f]{16}\.pt")
 _UNFINISHED = re.compile(r"[A-Za-z0-9_]+\.unfinished")
-# Files in the folder, at most: those that were used last.
+# Maximum number of files in the folder: the most recently used ones stay.
 _MOST_FILES = 8
 _DAY = 86400
-# A stored model is made of objects of this package, and of layers and configurations, which these are.
+# A stored model consists of objects of this package, and of these layers and configurations.
 _OWN_MODULES = re.compile(r"tgi_server\.engine(\.\w+)+")
 _FOREIGN_MODULES = re.compile(r"torch\.nn\.modules\.\w+|transformers(\.\w+)+")
 _FOREIGN_CLASSES = nn.Module, PreTrainedConfig, GenerationConfig
@@ -63,13 +63,13 @@ _group: ContextVar[ShardGroup | None] = ContextVar("group", default=None)
 
 
 def packed_file(config: EngineConfig) -> Path | None:
-    """Returns where the packed model is stored, or this shard of it; None where models are not stored.
+    """Returns the file for the packed model, or for this shard of it; None if models are not stored.
 
     They are stored on CPUs that have kernels, except for models with Python code of their own.
     """
     if config.packed_cache is None or config.trust_remote_code or not config.custom_kernels:
         return None
-    if not config.model_path.is_dir():  # which loading says
+    if not config.model_path.is_dir():  # loading raises the error
         return None
     if config.device.type != "cpu" or not load_kernels() or compiled_library() is None:
         return None
@@ -78,10 +78,10 @@ def packed_file(config: EngineConfig) -> Path | None:
 
 
 def read_packed(path: Path | None, group: ShardGroup | None, kind: type[T]) -> T | None:
-    """Returns what `write_packed` wrote; None if nothing was written there, or a file that cannot be used.
+    """Returns the object that `write_packed` wrote; None if there is no file, or one that cannot be used.
 
-    path: None: there is none. group: the shards of the model, when this is one of them. All of them have to call this,
-    and all get something, or none does. kind: of what was written.
+    path: None: there is no file. group: the shards of the model; None for a single shard. All shards have to call this;
+    if one gets None, all do. kind: class of the object.
     """
     token = _group.set(group)
     try:
@@ -93,10 +93,10 @@ def read_packed(path: Path | None, group: ShardGroup | None, kind: type[T]) -> T
 
 
 def write_packed(path: Path, content: Any, *, beside: bool = False) -> None:
-    """Writes a model for later starts. Where that is impossible the reason is in the log.
+    """Writes a model for later starts. If that is impossible, the log has the reason.
 
-    beside: a child process writes it as it is now, in time that nobody else wants, while this process goes on. It ends
-    with the thread that calls this.
+    beside: True: on Linux a child process at low priority writes the model as it is now, while this process goes on;
+    the child ends with the thread that calls this.
     """
     if beside and sys.platform == "linux":
         _write_beside(path, content)
@@ -140,7 +140,7 @@ def _write_beside(path: Path, content: Any) -> None:
 
 
 def _write(path: Path, content: Any) -> str:
-    """Returns why the model was not written; empty if it was."""
+    """Returns the reason why the model was not written; an empty text if it was."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, unfinished = tempfile.mkstemp(suffix=".unfinished", prefix="", dir=path.parent)
@@ -159,7 +159,7 @@ def _write(path: Path, content: Any) -> str:
 
 
 def _save(content: Any, file: BinaryIO) -> None:
-    """Writes a model. Raises OSError if the disk is full, for which torch has an error that does not say so."""
+    """Writes a model. Raises OSError if the disk is full, in place of torch's error, which hides the cause."""
     faults: list[OSError] = []
 
     def write(data: bytes) -> int:
@@ -203,7 +203,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Yields the descriptor of a file that only this user may have written, as it may have the folder.
+    """Yields the descriptor of a file that only this user can write to, in a folder of which the same is true.
 
     Raises OSError for any other, such as a symbolic link or a pipe.
     """
@@ -235,7 +235,7 @@ def _named(name: str) -> Any:
 
 
 def _delete_old(path: Path) -> None:
-    """Deletes earlier states of the same model, files that were not used lately, and those that nobody finished."""
+    """Deletes earlier states of the same model, the least recently used files, and unfinished ones."""
     states = {file: file.lstat() for file in path.parent.iterdir() if file != path}
     files = {file: max(state.st_atime, state.st_mtime) for file, state in states.items()}
     models = sorted((file for file in files if _FINISHED.fullmatch(file.name)), key=files.__getitem__)
@@ -246,7 +246,7 @@ def _delete_old(path: Path) -> None:
 
 
 def _model_of(file: Path) -> str:
-    """Returns what the names of all states of a model have in common."""
+    """Returns the common part of the file names of all states of a model."""
     return file.name.rpartition("-")[0]
 
 
@@ -255,7 +255,7 @@ def _group_of_reader() -> ShardGroup | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a tensor that lies in a larger one, or in a file, without the rest; and no shards, which meet anew."""
+    """Writes slices of larger tensors, or of files, without the rest; leaves out shard groups, which connect anew."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, ShardGroup):

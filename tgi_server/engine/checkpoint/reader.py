@@ -1,5 +1,5 @@
-"""Reads tensors by their names, from safetensors, GGUF and pickles: a model's, or a shard's slices of them and nothing
-else; quantised weights as such.
+"""Reads tensors by their names from safetensors, GGUF and pickles: whole ones, or only a shard's slices; quantised
+weights in their quantised form.
 """
 
 from collections.abc import Iterator
@@ -70,8 +70,8 @@ class SlicedTensor:
 def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
     """Joins pieces along an axis, with zeros for what is missing of the shape.
 
-    The result is in pages of its own, which go back to the system with the tensor: malloc may keep what it gets back,
-    and weights are often arranged anew once they are loaded.
+    The result is in pages of its own, which return to the system with the tensor. malloc could keep them, and weights
+    are often copied to another layout and freed after loading.
     """
     whole = mapped(tuple(shape), pieces[0].dtype)
     start = 0
@@ -106,10 +106,10 @@ def open_checkpoint(
     share: Share | None = None,
     quantization: Quantization | None = None,
 ) -> Iterator[Checkpoint]:
-    """Yields the tensors in a model's folder, by their names in the files; of a shard what it needs of each.
+    """Yields the tensors in a model's folder, by their names in the files; for a shard, only its slice of each.
 
-    The parts of quantised weights are yielded as the tensors that they stand for. Raises ModelNotFound or
-    InvalidWeights, and SafetensorError for a file in another format.
+    The parts of a quantised weight are yielded as one QuantizedTensor. Raises ModelNotFound or InvalidWeights, and
+    SafetensorError for a file in another format.
     """
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -135,9 +135,9 @@ def open_checkpoint(
 
 
 def _check_left_over(plain: dict[str, Any]) -> None:
-    """Raises an error for codes that no reader has taken: they are no numbers to compute with.
+    """Raises an error for quantised codes that no reader has used: they must not be computed with as numbers.
 
-    It is InvalidWeights for weights of layers, and UnsupportedModel for those of experts that stand in one tensor.
+    It is InvalidWeights for weights of layers, and UnsupportedModel for all experts' weights in one tensor.
     """
     for name, file in plain.items():
         if not name.endswith((".weight", *STACKED)) or (dtype := file.get_dtype()) not in _CODES:

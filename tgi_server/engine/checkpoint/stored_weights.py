@@ -1,6 +1,6 @@
 """Weights that are copied from a file into huge pages, and their places in the file.
 
-A model that sleeps gives the copies up, and reads them from the same places when it wakes (`sleep.py`).
+A model that falls asleep frees the copies, and reads them from the same places when it wakes (`sleep.py`).
 """
 
 import ctypes
@@ -23,10 +23,10 @@ from shared.control_groups import usable_cores
 from tgi_server.engine.checkpoint.checksums import Checksums
 from tgi_server.engine.memory_map import Mappings
 
-# Bytes of what a thread reads or writes at once, of the same with a checksum, which a core's cache holds, and of a
-# cache's line.
+# Bytes that a thread reads or writes at once; the same with a checksum, few enough for a core's cache; and bytes of a
+# cache line.
 _PIECE, _CHECKED_PIECE, _LINE = 8 << 20, 1 << 20, 64
-# Bytes of the least weight that is read by threads.
+# Minimum bytes of a weight that is read by threads.
 LEAST = 256 << 10
 
 
@@ -101,13 +101,13 @@ _places = WeakTensorKeyDictionary()
 
 
 class _UnreadCopies:
-    """Copies of weights of a file that is mapped, side by side in huge pages. Their contents are read in the end."""
+    """Copies of the weights in a mapped file, side by side in huge pages. `read` fills them."""
 
     def __init__(self, path: Path, file: int, checksums: Checksums) -> None:
         """file: the descriptor of the file. Raises OSError."""
         self._path, self._file, self._state = path, file, FileState.of(file)
         self._checksums = checksums
-        # What is not used takes no memory.
+        # Unused pages take no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._memory = mmap.mmap(-1, max(1, self._state.size), flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -133,7 +133,7 @@ class _UnreadCopies:
         """Reads and checks the contents, and notes the places in the file, if they are known. Raises OSError."""
         try:
             memory, name = Mappings.now(), os.readlink(f"/proc/self/fd/{self._file}")
-        except OSError:  # no Linux
+        except OSError:  # not Linux
             memory, name = Mappings(()), ""
         for copy, weight in self._originals:
             if (offset := memory.offset_in(name, weight.data_ptr(), weight.nbytes)) is not None:
@@ -155,7 +155,7 @@ _copies: ContextVar[_UnreadCopies | None] = ContextVar("copies", default=None)
 
 
 def copy_of_stored(weight: Tensor) -> Tensor:
-    """Returns a copy in huge pages of a packed weight, which may lie in a file, in small pages.
+    """Returns a copy of a packed weight in huge pages; the original may be in a mapped file, in small pages.
 
     While a file is read (`copied_from`) the copy has its contents only at the end.
     """
@@ -167,10 +167,10 @@ def copy_of_stored(weight: Tensor) -> Tensor:
 
 @contextmanager
 def copied_from(path: Path, file: int, checksums: Checksums) -> Iterator[None]:
-    """Copies the weights that the block copies from a file, which it maps, in its end; and notes their places.
+    """Fills, at the end of the block, the copies that it has made of weights in a mapped file, and notes their places.
 
-    Threads read them, for the first use of memory takes longer than the copying. file: the descriptor. checksums: of
-    the file's parts, which are checked as they are read. Raises OSError.
+    Several threads read, since the first use of memory takes longer than copying. file: the descriptor. checksums:
+    those of the file's parts, which are checked as they are read. Raises OSError.
     """
     copies = _UnreadCopies(path, file, checksums)
     token = _copies.set(copies)
