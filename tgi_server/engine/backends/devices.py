@@ -34,7 +34,7 @@ def resolve_dtype(
 ) -> torch.dtype:
     """Returns the dtype to compute in.
 
-    On CPUs that multiply bfloat16 natively, all checkpoints but float32 run in bfloat16. On others they run in their own
+    CPUs that multiply bfloat16 natively run all checkpoints but float32 in bfloat16; others run them in their own
     dtype with the engine's kernels, and in float32 without. GPUs without bfloat16 use float16 in its place. dtypes
     that only store weights, such as FP8, count as bfloat16. Raises UnsupportedModel for a requested float16 on a CPU
     without the kernels, where it would be slow.

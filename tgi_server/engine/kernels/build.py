@@ -104,7 +104,7 @@ _compiles_beside = False
 
 
 def compile_beside() -> bool:
-    """If no kernels are compiled for this machine, starts a child that does so; this process goes on without kernels.
+    """Starts a child that compiles the kernels if there are none for this machine; this process does without them.
 
     Returns True if a child does so, at low priority; the kernels are used from the next start on. A compilation that is
     interrupted resumes at the next start.

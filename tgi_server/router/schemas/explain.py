@@ -12,7 +12,7 @@ class ExplainRequest(RequestModel):
 
 
 class ExplainResponse(ResponseModel, kw_only=True):
-    """If all users share the cache, numbers are rounded down to multiples of 128, and `difference` is null."""
+    """An explanation. If all users share the cache, numbers are multiples of 128, and `difference` is null."""
 
     object: str = "explanation"
     request_id: str
