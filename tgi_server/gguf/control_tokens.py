@@ -34,7 +34,7 @@ def looks_like_control(text: str, *, added: bool) -> bool:
     """Returns True for the text of a control token. added: it is one of the texts that were added to a vocabulary."""
     if added:  # such as `<|tool_call>`, which clients are to see
         return text in END_OF_GENERATION & _MARKS
-    return text in _MARKS or _BARS.fullmatch(text) is not None
+    return text in _MARKS or (text.startswith("<") and _BARS.fullmatch(text) is not None)
 
 
 def ends_of_generation(texts: set[str]) -> set[str]:

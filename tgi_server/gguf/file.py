@@ -209,16 +209,25 @@ class _Header:
                 f"{self._path}: {name} has {count:,} values; at most {_MOST_VALUES:,} of all lists together are read"
             )
         if kind == _TEXT:
-            if self._texts:
-                return [self.text() for _ in range(count)]
-            for _ in range(count):
-                length = self.number("<Q")
-                self.check(length)
-                self.offset += length
-            return []
+            return self._text_list(count)
         found = struct.unpack_from(f"<{count}{form[1]}", self._data, self.offset)
         self.offset += size
         return list(found)
+
+    def _text_list(self, count: int) -> list[str]:
+        """Reads texts, or passes them over if they are not wanted. A vocabulary has hundreds of thousands."""
+        data, offset = self._data, self.offset
+        found: list[str] = []
+        for _ in range(count):
+            first = offset + 8
+            offset = first + int.from_bytes(data[offset:first], "little")
+            if offset > len(data):
+                break
+            if self._texts:
+                found.append(str(data[first:offset], "utf-8", "replace"))
+        self.check(offset - self.offset)
+        self.offset = offset
+        return found
 
     def _form(self, kind: int) -> str:
         if kind not in _SCALARS:

@@ -125,7 +125,7 @@ class Vocabulary:
     """The tokens of a file. Raises GgufError for metadata without any, or that do not fit together."""
 
     def __init__(self, file: Gguf) -> None:
-        self.path, self._metadata = file.path, file.metadata
+        self.path, self.metadata = file.path, file.metadata
         self.model = self.get("model")
         self.pre = "gemma4" if self.model == "gemma4" else str(self.get("pre", "default"))
         self.tokens: list[str] = self._texts("tokens")
@@ -140,7 +140,7 @@ class Vocabulary:
         self.embeds = f"{file.architecture}.pooling_type" in file.metadata
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{name}", default)
+        return self.metadata.get(f"tokenizer.ggml.{name}", default)
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of a token that has a name, such as bos; None if there is none in the vocabulary."""
@@ -199,9 +199,8 @@ def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float], without: s
     return [pair for *_, pair in found]
 
 
-def tokenizer_json(file: Gguf) -> dict[str, Any]:
+def tokenizer_json(words: Vocabulary) -> dict[str, Any]:
     """Returns the content of tokenizer.json. Raises GgufError for a kind of tokenizer that is not read."""
-    words = Vocabulary(file)
     if words.model in ("gpt2", "gemma4"):
         own = _raw_pairs(words) if words.pre in _RAW else _byte_level(words)
     elif words.model == "bert":
@@ -210,7 +209,7 @@ def tokenizer_json(file: Gguf) -> dict[str, Any]:
         own = _sentence_piece(words)
     else:
         raise GgufError(
-            f"{file.path} has a tokenizer of the kind {words.model!r}, which is not read; name a tokenizer "
+            f"{words.path} has a tokenizer of the kind {words.model!r}, which is not read; name a tokenizer "
             "with --tokenizer-name"
         )
     added = [*((token_id, True) for token_id in words.special), *((token_id, False) for token_id in words.user_defined)]
@@ -261,9 +260,8 @@ def _template(
     return {"type": "TemplateProcessing", "single": parts(single), "pair": parts(pair), "special_tokens": tokens}
 
 
-def tokenizer_config(file: Gguf) -> dict[str, Any]:
+def tokenizer_config(words: Vocabulary) -> dict[str, Any]:
     """Returns the content of tokenizer_config.json: special tokens, and the chat templates."""
-    words = Vocabulary(file)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
     begins = bool(words.get("add_bos_token", words.model == "llama" or words.pre in _BEGINS))
     marks = {*words.special, *words.user_defined}
@@ -276,7 +274,7 @@ def tokenizer_config(file: Gguf) -> dict[str, Any]:
     if words.model != "bert":  # whose texts have marks around them in any case
         found["add_bos_token"] = begins and found.get("bos_token") is not None
         found["add_eos_token"] = bool(words.get("add_eos_token", False))
-    if templates := _templates(file.metadata):
+    if templates := _templates(words.metadata):
         found["chat_template"] = templates
     return {name: value for name, value in found.items() if value is not None}
 

@@ -164,8 +164,9 @@ def _describe(parts: Sequence[Path], tokenizer: Mapping[Path, Path], folder: Pat
     if tokenizer:
         ends = [contents["config.json"]["eos_token_id"]]
     else:
-        contents |= {_TOKENIZER: tokenizer_json(model), "tokenizer_config.json": tokenizer_config(model)}
-        ends = Vocabulary(model).end_ids()
+        words = Vocabulary(model)
+        contents |= {_TOKENIZER: tokenizer_json(words), "tokenizer_config.json": tokenizer_config(words)}
+        ends = words.end_ids()
     contents["generation_config.json"] = {"eos_token_id": ends} if any(ending is not None for ending in ends) else {}
     with unfinished_folder(folder) as whole:
         for name, content in contents.items():

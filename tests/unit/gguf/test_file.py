@@ -14,7 +14,7 @@ from tests.tiny_models import make
 from tgi_server.gguf.architectures import config_of
 from tgi_server.gguf.file import read_gguf
 from tgi_server.gguf.paths import GgufError
-from tgi_server.gguf.tokenizer import tokenizer_config, tokenizer_json
+from tgi_server.gguf.tokenizer import Vocabulary, tokenizer_config, tokenizer_json
 
 ROWS = np.arange(64, dtype=np.float32).reshape(2, 32)
 
@@ -179,8 +179,8 @@ def test_damaged_metadata_never_raise_anything_else(tmp_path: Path) -> None:
             with suppress(GgufError):
                 found = read_gguf(file)
                 config_of(found)
-                tokenizer_json(found)
-                tokenizer_config(found)
+                tokenizer_json(Vocabulary(found))
+                tokenizer_config(Vocabulary(found))
 
 
 def test_rotation_of_whole_heads_may_be_spelled_out(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def file_of(**metadata: Any) -> Gguf:
 
 
 def ids(file: Gguf, text: str) -> list[int]:
-    return Tokenizer.from_str(json.dumps(tokenizer_json(file))).encode(text, add_special_tokens=False).ids
+    return Tokenizer.from_str(json.dumps(tokenizer_json(Vocabulary(file)))).encode(text, add_special_tokens=False).ids
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no prefix"])
@@ -75,7 +75,7 @@ def test_sentence_piece(trained: tuple[sentencepiece.SentencePieceProcessor, boo
         ggml__add_space_prefix=prefix,
         ggml__unknown_token_id=0,
     )
-    made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    made = Tokenizer.from_str(json.dumps(tokenizer_json(Vocabulary(file))))
     for text in TEXTS:
         assert made.encode(text, add_special_tokens=False).ids == original.encode(text), text
         assert made.decode(original.encode(text), skip_special_tokens=False) == text
@@ -104,7 +104,7 @@ def test_byte_level(name: str, pre: str, digits: str) -> None:
         ggml__merges=[" ".join(pair) for pair in content["model"]["merges"]],
         ggml__eos_token_id=published.end,
     )
-    made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    made = Tokenizer.from_str(json.dumps(tokenizer_json(Vocabulary(file))))
     for text in (*TEXTS[:-2], published.eos + "text" + published.eos, "cafe\u0301 \u1112\u1161"):
         expected = original.encode(text, add_special_tokens=False).ids
         assert made.encode(text, add_special_tokens=False).ids == expected, text
@@ -114,7 +114,7 @@ def test_byte_level(name: str, pre: str, digits: str) -> None:
 @pytest.mark.parametrize("pre", tokenizer.SPLITS)
 def test_every_kind_of_splitting_keeps_the_text(pre: str) -> None:
     file = file_of(ggml__model="gpt2", ggml__pre=pre, ggml__tokens=sorted(ByteLevel.alphabet()), ggml__merges=[])
-    made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    made = Tokenizer.from_str(json.dumps(tokenizer_json(Vocabulary(file))))
     for text in TEXTS:
         assert made.decode(made.encode(text).ids) in (text, unicodedata.normalize("NFC", text))
 
@@ -130,7 +130,7 @@ def test_every_kind_of_splitting_keeps_the_text(pre: str) -> None:
 )
 def test_words_are_those_of_llama_cpp(pre: str, text: str, words: list[str]) -> None:
     file = file_of(ggml__model="gpt2", ggml__pre=pre, ggml__tokens=sorted(ByteLevel.alphabet()), ggml__merges=[])
-    splits = Tokenizer.from_str(json.dumps(tokenizer_json(file))).pre_tokenizer
+    splits = Tokenizer.from_str(json.dumps(tokenizer_json(Vocabulary(file)))).pre_tokenizer
     assert [text[first:last] for _, (first, last) in splits.pre_tokenize_str(text)] == words
 
 
@@ -145,7 +145,7 @@ def test_pairs_of_texts() -> None:
         ggml__merges=["\u2581 a", "\n \n"],
         ggml__unknown_token_id=0,
     )
-    made = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    made = Tokenizer.from_str(json.dumps(tokenizer_json(Vocabulary(file))))
     encoded = made.encode("a ab\n\n\u00e9")
     assert encoded.tokens == ["a", "\u2581a", "b", "\n\n", "<0xC3>", "<0xA9>"]
     assert made.decode(encoded.ids) == "a ab\n\n\u00e9"
@@ -183,7 +183,7 @@ def test_special_tokens_and_templates_become_the_configuration() -> None:
         chat_template="{{ messages }}",
         chat_template__tool_use="{{ tools }}",
     )
-    assert tokenizer_config(file) == {
+    assert tokenizer_config(Vocabulary(file)) == {
         "bos_token": "<s>",
         "eos_token": "</s>",
         "add_bos_token": True,
@@ -241,7 +241,7 @@ def test_tokens_that_look_like_marks_are_control_tokens(kind: int) -> None:
         ggml__merges=[],
         ggml__eos_token_id=tokens.index("<|im_end|>"),
     )
-    found = tokenizer_json(file)["added_tokens"]
+    found = tokenizer_json(Vocabulary(file))["added_tokens"]
     assert [each["content"] for each in found if each["special"]] == marks
     assert ids(file, "".join(marks)) == [tokens.index(mark) for mark in marks]
     assert [tokens[place] for place in Vocabulary(file).end_ids()] == ["<|im_end|>", "<turn|>", "<|file_sep|>"]
@@ -252,9 +252,13 @@ def test_ordinary_text_that_the_metadata_name_stays_text() -> None:
     tokens = [",", "<|im_end|>"]
     named = {"ggml__bos_token_id": 0, "ggml__eos_token_id": 1, "ggml__token_type": [1, 3]}
     plain = file_of(ggml__model="gpt2", ggml__tokens=tokens, ggml__add_bos_token=False, **named)
-    assert tokenizer_config(plain) == {"eos_token": "<|im_end|>", "add_bos_token": False, "add_eos_token": False}
+    assert tokenizer_config(Vocabulary(plain)) == {
+        "eos_token": "<|im_end|>",
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
     begun = file_of(ggml__model="gpt2", ggml__tokens=tokens, ggml__add_bos_token=True, **named)
-    assert tokenizer_config(begun)["bos_token"] == ","
+    assert tokenizer_config(Vocabulary(begun))["bos_token"] == ","
 
 
 def test_tokens_that_the_metadata_name_beyond_the_vocabulary_are_none() -> None:
