@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES, quantized_weight
 from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedTensor
-from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight, by_pieces
 from tgi_server.engine.errors import InvalidWeights
 from tgi_server.gguf.architectures import ROPE_TENSORS, Architecture, architecture_of, config_of, layer_of, part_of
 from tgi_server.gguf.changes import Change, Order
@@ -20,8 +20,8 @@ from tgi_server.gguf.file import Bytes, Gguf, GgufTensor
 from tgi_server.gguf.paths import GgufError
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Numbers of a weight that are unpacked at a time.
-_AT_ONCE = 1 << 22
+# Numbers of a weight that are unpacked at a time: with more, memory is taken from the system for each piece.
+_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +68,11 @@ class BlockTensor:
         size = self.shape[-1] if len(self.matrices) == 1 else self.shape[1]
         for matrix in self.matrices:
             parts = torch.from_numpy(matrix()).split(max(1, _AT_ONCE // size))
-            weight = QuantizedWeight.joined([quantized_weight(self.kind, _blocks(self.kind, part)) for part in parts])
+            weight = QuantizedWeight.joined(by_pieces(self._weight_of, parts))
             yield weight if self.columns is None else weight.reordered(torch.from_numpy(self.columns))
+
+    def _weight_of(self, rows: Tensor) -> QuantizedWeight:
+        return quantized_weight(self.kind, _blocks(self.kind, rows))
 
     def mapped_tensors(self) -> list[Tensor]:
         """Returns the bytes of the file, whose pages may be released."""

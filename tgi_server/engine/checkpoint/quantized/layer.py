@@ -1,16 +1,18 @@
 """A linear layer whose weight stays quantised, in plain torch, for devices and formats without a kernel."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight, by_pieces
 
-# Numbers of the weight that are dense at a time: few fit a cache, many take few calls.
-_DENSE_AT_ONCE = 1 << 21
+# Numbers of the weight that are dense at a time: few fit a cache and stay in memory that is used again, many take few
+# calls.
+_DENSE_AT_ONCE = 1 << 19
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -63,13 +65,16 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns y, [..., out_features], for x, [..., in_features]."""
-        return torch.cat([self._part(x, first, last) for first, last in self._parts()], -1)
+        if x.device.type == "cpu":
+            return torch.cat(by_pieces(partial(self._part, x), self._parts()), -1)
+        return torch.cat([self._part(x, part) for part in self._parts()], -1)
 
     def _parts(self) -> Sequence[tuple[int, int]]:
         size = max(1, _DENSE_AT_ONCE // self.in_features)
         return [(first, min(first + size, self.out_features)) for first in range(0, self.out_features, size)]
 
-    def _part(self, x: Tensor, first: int, last: int) -> Tensor:
+    def _part(self, x: Tensor, part: tuple[int, int]) -> Tensor:
+        first, last = part
         bias = None if self.bias is None else self.bias[first:last]
         return linear(x, self._dense(slice(first, last), x.dtype), bias)
 

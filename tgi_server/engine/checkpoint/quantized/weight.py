@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +37,8 @@ class BlockScales:
         return not (bool(self.factors.all()) and bool(self.blocks.all()))
 
 
+T = TypeVar("T")
+R = TypeVar("R")
 Scales = Tensor | BlockScales
 # Changes a tensor: takes rows of it, or moves it to a device.
 Change = Callable[[Tensor], Tensor]
@@ -276,6 +280,28 @@ class QuantizedWeight:
         scales = _joined_scales([weight.stored_scales for weight in weights])
         six_bits = all(weight.six_bits for weight in weights)
         return cls(codes, first.codebook, scales, zeros, first.groups, offsets, six_bits)
+
+
+def by_pieces(work: Callable[[T], R], pieces: Sequence[T]) -> list[R]:
+    """Returns the results of `work` on pieces of a weight on the CPU, each computed by one thread, as many at a time as
+    torch has threads.
+
+    Where all threads share each operation on a piece, they meet after it, and wait for one whose core another process
+    takes.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or len(pieces) < 2:
+        return [work(piece) for piece in pieces]
+    inference = torch.is_inference_mode_enabled()
+
+    def alone(piece: T) -> R:
+        with torch.inference_mode(inference):
+            return work(piece)
+
+    with ThreadPoolExecutor(threads, "weights", initializer=partial(torch.set_num_threads, 1)) as pool:
+        found = list(pool.map(alone, pieces))
+    torch.set_num_threads(threads)  # also for threads that start later
+    return found
 
 
 def _expanded(scales: Scales) -> Tensor:

@@ -1,6 +1,7 @@
 """GGUF files: the numbers of every type, and tokens that are those of the dense weights."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -16,6 +17,8 @@ from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.formats.gguf import TYPES, quantized_weight
+from tgi_server.engine.checkpoint.quantized.gguf_tensors import BlockTensor
+from tgi_server.engine.checkpoint.quantized.weight import by_pieces
 from tgi_server.engine.checkpoint.reader import open_checkpoint
 from tgi_server.engine.errors import EngineError
 from tgi_server.model_files.gguf_models import described
@@ -208,3 +211,27 @@ def test_quantised_files_are_not_quantised_again(tmp_path) -> None:
     file, _ = make_gguf(make("llama", tmp_path / "llama"), tmp_path, "Q8_0")
     with pytest.raises(EngineError, match=r"--quantize int4 contradicts the checkpoint, whose weights are GGUF, Q8_0"):
         load_engine(described(file), quantize="int4")
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_a_weight_is_read_and_computed_in_pieces_by_threads(kind: str) -> None:
+    raw = random_blocks(kind, 2500, 1024, deviation=1.0)
+    blocks = torch.from_numpy(raw).view(2500, -1, gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1])
+    whole = quantized_weight(kind, blocks)
+    (weight,) = BlockTensor(kind, (2500, 1024), (lambda: raw,)).weights()
+    for piece, known in zip(weight.tensors(), whole.tensors(), strict=True):
+        assert torch.equal(piece, known)
+    layer = QuantizedLinear(torch.nn.Linear(1024, 2500, bias=False, device="meta"))
+    layer.fill(weight)
+    inputs = torch.randn(3, 1024)
+    with torch.inference_mode():
+        found = layer(inputs)
+    assert found.is_inference()
+    torch.testing.assert_close(found, inputs @ whole.dense().T, rtol=1e-4, atol=1e-3)
+
+
+def test_threads_that_start_after_a_weight_was_read_have_all_of_torch() -> None:
+    threads = torch.get_num_threads()
+    assert by_pieces(lambda piece: (piece, torch.get_num_threads()), range(4)) == [(piece, 1) for piece in range(4)]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == threads
