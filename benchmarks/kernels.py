@@ -58,7 +58,7 @@ def linear_times(
     onednn = replace(
         plain, make=lambda outputs, inputs, _: OneDnnLinear(torch.full((outputs, inputs), 0.01, dtype=dtype))
     )
-    # apart: its threads keep the cores busy behind a loop
+    # apart: its threads keep the cores busy after a loop
     times = [{"onednn": (onednn, "onednn")}, candidates]
     return {
         name: seconds

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI with continuous batching behind OpenAI's streamed `/v1/completions`, as something to compare with.
+"""Serves OpenVINO GenAI with continuous batching by OpenAI's streamed `/v1/completions`, for comparison.
 
 Runs in an environment of its own (README.md). The model generates in a second process, because a step keeps Python's
 lock until it is done. Decoding is greedy, and replies have their full length.

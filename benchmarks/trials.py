@@ -66,7 +66,7 @@ def measure(
             share = _WEIGHT_BYTES // len(candidates)
             trials = {name: _Trial.of(kernel, depth, weights, share) for name, (weights, kernel) in candidates.items()}
             inputs = [torch.full((rows, depth), 0.01, dtype=dtype) for rows in numbers_of_rows]
-            # In turns, so that a busy moment hits all alike, and nobody finds its weights in a cache.
+            # In turns, so that a busy moment affects all kernels alike, and none finds its weights in a cache.
             places = [(name, x) for x in inputs for name in trials]
             for name, x in places:
                 trials[name].seconds_an_output(x)  # of a first call, which makes the layer

@@ -85,7 +85,7 @@ class Driver:
         return bool(self._waiting)
 
     def run(self, *sequences: RunningSequence) -> list[Output]:
-        """Adds some sequences, and goes on until nothing waits or runs. Returns their outputs."""
+        """Adds some sequences, and runs steps until none waits or runs. Returns their outputs."""
         outputs = [self.add(sequence) for sequence in sequences]
         while self.busy:
             self.step()

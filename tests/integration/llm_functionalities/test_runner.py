@@ -1,4 +1,4 @@
-"""`LLMRunner` as applications call it: a real process, real gRPC clients, a model server that does as it is told."""
+"""`LLMRunner` as applications call it: a real process, real gRPC clients, a model server that the tests control."""
 
 import json
 import re

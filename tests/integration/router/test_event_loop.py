@@ -1,4 +1,4 @@
-"""Whatever a body holds, the event loop goes on to serve others: bodies made of the schema of every POST route."""
+"""No body blocks the event loop for other requests: bodies are made from the schema of every POST route."""
 
 import asyncio
 import json

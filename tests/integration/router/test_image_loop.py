@@ -1,4 +1,4 @@
-"""Whatever images a request has, the event loop goes on to serve others."""
+"""No images of a request block the event loop for other requests."""
 
 import json
 import socket

@@ -122,7 +122,7 @@ def test_the_end_of_the_text_may_be_the_last_token_that_is_allowed(random_engine
 
 
 def test_ignored_ends_of_sequence(random_engine: Engine) -> None:
-    """The text goes on for as long as the grammar lets it, and ends when it lets nothing else."""
+    """The text continues as long as the grammar allows more, and ends when it allows only the end."""
     driver = Driver(random_engine)
     endless, bounded = driver.run(
         driver.sequence(PROMPT, Grammar(GrammarKind.REGEX, "[ab]+"), 60, ignore_eos=True),

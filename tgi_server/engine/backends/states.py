@@ -101,7 +101,7 @@ class SequenceStates:
         self._drafted.clear()
 
     def draft(self, slot: int, advance: Callable[[int], None]) -> None:
-        """Notes how a part of a slot, which stays as it is, advances by some of the tokens drafted in this pass."""
+        """Stores a function that advances a part of a slot by tokens drafted in this pass; the slot stays unchanged."""
         self._drafted.setdefault(slot, []).append(advance)
 
     def accept(self, slot: int, tokens: int) -> None:

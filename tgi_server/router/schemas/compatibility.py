@@ -15,7 +15,7 @@ from tgi_server.router.schemas.validation import BY_TYPE
 
 
 class SagemakerRequest(RootModel[Annotated[CompatGenerateRequest | ChatRequest | CompletionRequest, BY_TYPE]]):
-    """Told apart by `inputs`, `messages` or `prompt`."""
+    """A body with `inputs`, `messages` or `prompt`, which decides its form."""
 
 
 class GenerateVertexInstance(RequestModel):
@@ -24,7 +24,7 @@ class GenerateVertexInstance(RequestModel):
 
 
 class VertexInstance(RootModel[Annotated[GenerateVertexInstance | ChatRequest, BY_TYPE]]):
-    """Told apart by `inputs` or `messages`."""
+    """An instance with `inputs` or `messages`, which decides its form."""
 
 
 class VertexRequest(RequestModel):

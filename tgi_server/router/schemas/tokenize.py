@@ -46,7 +46,7 @@ _Forms = TokenizeRequest | TokenizeChatRequest | TokenizePromptRequest
 
 
 class AnyTokenizeRequest(RootModel[Annotated[_Forms, BY_TYPE]]):
-    """Told apart by `inputs`, `messages` or `prompt`."""
+    """A body with `inputs`, `messages` or `prompt`, which decides its form."""
 
 
 class TokenizedPrompt(ResponseModel, kw_only=True):

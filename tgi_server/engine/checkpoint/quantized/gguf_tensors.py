@@ -26,11 +26,11 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTensor:
-    """A tensor in blocks of llama.cpp; `[...]` reads it in floats, as with the slices of safetensors.
+    """A tensor in blocks of llama.cpp; `[...]` dequantizes it to floats, as with the slices of safetensors.
 
     matrices: functions that return the bytes of a matrix, [outputs, bytes of a row]: one, or one for each expert of a
-    layer, in which case the tensor is [experts, inputs, outputs]. mapped: what they read of the file. added: what the
-    file has added to all numbers. of_numbers, columns: as in Change. dense: it is always read in floats.
+    layer, in which case the tensor is [experts, inputs, outputs]. mapped: the bytes of the file that they read. added:
+    what the file has added to all numbers. of_numbers, columns: see Change. dense: it is always read in floats.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class BlockTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedTensor:
-    """The rows of several tensors in another order. order: for each row the one that it is in all tensors' rows."""
+    """The rows of several tensors in another order. order: for each row its index among the rows of all tensors."""
 
     parts: Sequence[BlockTensor]
     order: Order
@@ -250,7 +250,7 @@ def _matrix(kind: str, shape: tuple[int, ...], raw: Bytes) -> BlockTensor:
 
 
 def _parameter(place: str) -> str:
-    """Returns the name of a parameter of all experts, which is no module, and whose bias is another."""
+    """Returns the name of a parameter of all experts, which has no module; its bias is another parameter."""
     return place.removesuffix(".weight") if place.endswith(".weight") else place.replace(".bias", "_bias")
 
 

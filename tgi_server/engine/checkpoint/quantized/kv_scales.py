@@ -1,4 +1,4 @@
-"""The scales that checkpoints have for keys and values in FP8."""
+"""Reads the scales for keys and values in FP8 from checkpoints."""
 
 import math
 from collections.abc import Mapping

@@ -36,7 +36,7 @@ _FP4 = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
 def rounded_to_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds a weight, [outputs, inputs] float32, to 8 bits.
 
-    Returns the int8 numbers, and for each output the float32 scale that they have to be multiplied by.
+    Returns the int8 numbers, and the float32 scale of each output, by which its numbers are multiplied.
     """
     scales = (weight.abs().amax(1) / _INT8_LARGEST).clamp_(min=_TINY)
     return (weight / scales.unsqueeze(1)).round_().to(torch.int8), scales
@@ -54,7 +54,7 @@ def _fp8(weight: Tensor) -> QuantizedWeight:
 
 
 def _grouped(weight: Tensor) -> Tensor:
-    """Returns [outputs, groups, GROUP], with zeros behind the last input."""
+    """Returns [outputs, groups, GROUP], with zeros after the last input."""
     return pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
 
 
@@ -81,7 +81,7 @@ def _by_codebook(codebook: Sequence[float], weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight.of(paired(flat), scales, codebook=torch.tensor(codebook), groups=_groups(weight.shape[1]))
 
 
-# By the value of --quantize: what is said of the weights, and what rounds one, [outputs, inputs] float32.
+# By the value of --quantize: a description of the weights, and the function that rounds one, [outputs, inputs] float32.
 ROUNDINGS: dict[str, tuple[str, Rounding]] = {
     "bitsandbytes": ("rounded to 8 bits", _int8),
     "bitsandbytes-fp4": (f"rounded to fp4, blocks of {GROUP}", partial(_by_codebook, _FP4)),

@@ -1,4 +1,4 @@
-"""The one representation of a quantised weight: codes, and what makes numbers of them."""
+"""The one representation of a quantised weight: codes, codebook, scales, zeros and offsets."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from torch.nn.functional import pad
 
 # The number of codes of 4 bits.
 CODES = 16
-# The codebook of weights whose codes are numbers already.
+# The codebook in which each code stands for its own number.
 LINE = torch.arange(CODES, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockScales:
-    """Scales, [outputs, groups], that are products: of one for a block of groups, and of a factor of each group.
+    """Scales, [outputs, groups], that are products of the scale of a block of groups and a factor of each group.
 
     blocks: [outputs, blocks] float32, each exact in float16. factors: [outputs, groups] int8.
     """
@@ -154,7 +154,7 @@ class QuantizedWeight:
     ) -> Tensor:
         """Returns W, computed in float32 and rounded once: [outputs, inputs].
 
-        It is faster for who knows the `group_size`, and that the codes are numbers, `on_a_line`.
+        It is faster with a known `group_size`, and with `on_a_line` if the codes stand for their own numbers.
         """
         if self.codebook is None:
             numbers = self.codes.float()
@@ -199,7 +199,7 @@ class QuantizedWeight:
         return replace(self, codes=codes, stored_scales=scales, zeros=zeros, stored_offsets=offsets)
 
     def inputs(self, ranges: Sequence[range]) -> Self:
-        """Returns the weight of some inputs. It has the groups of all inputs, also those that lost all of theirs."""
+        """Returns the weight of some inputs. It keeps all groups, also those without inputs."""
         if _is_all(ranges, self.shape[1]):
             return self
         codes = taken(self.codes if self.codebook is None else self.single_codes, ranges, 1)
@@ -265,7 +265,7 @@ class QuantizedWeight:
 
     @classmethod
     def joined(cls, weights: Sequence["QuantizedWeight"]) -> Self:
-        """Returns the weight that gives the outputs of all these, side by side."""
+        """Returns the weight with the outputs of all these, concatenated."""
         if not all(weights[0]._is_like(weight) for weight in weights):
             group_size = math.gcd(*(weight.group_size or 1 for weight in weights))
             weights = [weight._widened(group_size) for weight in weights]
@@ -335,7 +335,7 @@ def _is_all(ranges: Sequence[range], size: int) -> bool:
 
 
 def taken(tensor: Tensor, ranges: Sequence[range], axis: int) -> Tensor:
-    """Returns parts of a tensor along an axis, with zeros behind its end."""
+    """Returns parts of a tensor along an axis, with zeros beyond its end."""
     raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
     size = raw.shape[axis]
     parts = [raw.narrow(axis, indices.start, max(0, min(indices.stop, size) - indices.start)) for indices in ranges]

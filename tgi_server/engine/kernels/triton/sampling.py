@@ -1,9 +1,9 @@
 """Temperature, top_k, top_p, min_p and the draw of a token, for all of a row at once, as one Triton kernel.
 
-It does what `warpers.py` and `random.py` do, with the same integers: weights, sums and thresholds are the same to the
-last bit where the exponential is. A program has one row. It never sorts: a threshold is found digit by digit, two bits
-at a time. All digits but those of rows without top_k and top_p look at the candidates alone: some 1,400 or 2,800 of the
-highest scores, which registers hold. Where these are too few, or too many, each digit looks at the whole row.
+It computes what `warpers.py` and `random.py` do, with the same integers: weights, sums and thresholds are equal to the
+last bit if the exponential is. A program has one row. It never sorts: a threshold is searched digit by digit, two bits
+at a time. With top_k or top_p it is searched among candidates alone, some 1,400 or 2,800 of the highest scores, which
+registers hold. If these are too few, or too many, each digit is searched in the whole row.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

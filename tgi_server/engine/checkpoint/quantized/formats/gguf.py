@@ -1,6 +1,6 @@
 """The types of llama.cpp's quantised weights: blocks of 32 inputs, or of 256 with a scale for each 16 or 32 of them.
 
-A row has its blocks one behind the other, each with its scales: https://github.com/ggml-org/ggml, ggml-common.h. The
+A row consists of blocks, each with its own scales: https://github.com/ggml-org/ggml, ggml-common.h. The
 values are those of llama.cpp, to the last bit in float32. Types that are not in TYPES can only be dequantized.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.weight import CODES, LINE, BlockScales, QuantizedWeight, Scales, paired
 
-# Codes of IQ4_NL and IQ4_XS; and of MXFP4, twice as large as they are, for their scales are halved.
+# The codebooks of IQ4_NL and IQ4_XS, and of MXFP4; the latter has doubled numbers, for which scales are halved.
 _NONLINEAR = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 _DOUBLED_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
 _SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
@@ -100,7 +100,7 @@ def _q5_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _fifth_bit(stored: Tensor) -> Tensor:
-    """Returns codes of five bits: the fifth ones come first, in four bytes."""
+    """Returns codes of five bits. stored: four bytes with the fifth bits, then the other bits."""
     high = _bits(stored[..., :4], 8).transpose(-1, -2).flatten(-2)
     return _single_nibbles(stored[..., 4:]) | (high << 4)
 
@@ -128,7 +128,7 @@ def _q3_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _two_bits(stored: Tensor) -> Tensor:
-    """Returns codes of two bits: of each 32 bytes those in the lowest bits first."""
+    """Returns codes of two bits: from each 32 bytes the ones in the lowest bits first."""
     return ((stored.unflatten(-1, (-1, 1, 32)) >> _SHIFTS.unsqueeze(1)) & 3).flatten(-3)
 
 

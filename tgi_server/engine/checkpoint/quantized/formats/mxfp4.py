@@ -1,8 +1,8 @@
 """MXFP4 (OCP Microscaling Formats, 1.0), in the layout of gpt-oss: the experts of a layer in one tensor.
 
 `NAME_blocks`, [experts, outputs, inputs / 32, 16] uint8, has two codes of 4 bits in a byte, the low one first;
-`NAME_scales`, [experts, outputs, inputs / 32], exponents of 2, higher by 127 than they are; 255 is no number. They
-stand for the model's parameter NAME, [experts, inputs, outputs].
+`NAME_scales`, [experts, outputs, inputs / 32], exponents of 2, stored with 127 added; 255 is NaN. Together they are the
+model's parameter NAME, [experts, inputs, outputs].
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """compressed-tensors, "pack-quantized": integers of a few bits in words, and a scale for each group.
 
-Of a layer with K inputs and N outputs, in b bits: `weight_packed`, [N, K * b / 32] int32, low bits first, and higher by
-2^(b - 1) than they are; `weight_scale`, [N, groups]; `weight_zero_point`, [N * b / 32, groups], packed likewise along
-N, or in int8; `weight_g_idx`, [K], the group of each input; `weight_shape`.
+For a layer with K inputs and N outputs, in b bits: `weight_packed`, [N, K * b / 32] int32, low bits first, stored with
+2^(b - 1) added; `weight_scale`, [N, groups]; `weight_zero_point`, [N * b / 32, groups], packed likewise along N, or in
+int8; `weight_g_idx`, [K], the group of each input; `weight_shape`.
 """
 
 from collections.abc import Iterator
