@@ -260,7 +260,7 @@ def _is_used(compiled: Path) -> bool:
 
 
 def _remove_old(folder: Path) -> None:
-    """Removes the least recently used libraries, with their stored probe results, and objects."""
+    """Removes the least recently used libraries, with their lock files, and objects."""
     for library in _last_used(folder.glob("*.so"))[_LIBRARIES:]:
         for file in folder.glob(f"{library.stem}*"):
             file.unlink(missing_ok=True)
