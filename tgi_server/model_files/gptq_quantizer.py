@@ -151,7 +151,7 @@ class _LayerRecorder(nn.Module):
 def _quantized_layer(
     layer: nn.Module, hidden: Sequence[Tensor], arguments: Sequence[dict[str, Any]], settings: GptqSettings
 ) -> Tensors:
-    """Returns the tensors of a layer whose linears are quantized, by their names in the layer."""
+    """Returns the tensors of a layer whose linears are quantized, by names in it. Raises UnsupportedModel."""
     linears = {name: module for name, module in layer.named_modules() if type(module) is nn.Linear}
     hessians = {name: Hessian(module.in_features, module.weight.device) for name, module in linears.items()}
     hooks = [
@@ -164,7 +164,10 @@ def _quantized_layer(
         hook.remove()
     tensors: Tensors = dict(layer.state_dict())
     for name, module in linears.items():
-        weight = round_weight(module.weight, hessians.pop(name).mean(), settings)
+        hessian = hessians.pop(name).mean()
+        if not hessian.isfinite().all():
+            raise UnsupportedModel(f"the calibration text makes inputs of {name} that are infinite or no numbers")
+        weight = round_weight(module.weight, hessian, settings)
         module.weight = nn.Parameter(weight.dense(module.weight.dtype), requires_grad=False)
         del tensors[f"{name}.weight"]
         tensors |= {f"{name}.{part}": tensor for part, tensor in gptq_format.tensors(weight, settings.bits).items()}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -105,6 +106,16 @@ def test_what_cannot_be_quantised_says_so(tmp_path) -> None:
         quantize_folder(make("gpt2", tmp_path / "gpt2"), tmp_path / "target", samples(), SETTINGS)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     with pytest.raises(ModelNotFound, match=r"has only \.bin weights"):
+        quantize_folder(source, tmp_path / "target", samples(), SETTINGS)
+
+
+@pytest.mark.timeout(60)
+def test_a_model_whose_numbers_overflow_is_refused(tmp_path) -> None:
+    source = make("llama", tmp_path / "source", num_hidden_layers=1)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 0] = float("inf")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"inputs of self_attn\.q_proj that are infinite or no numbers"):
         quantize_folder(source, tmp_path / "target", samples(), SETTINGS)
 
 
